@@ -26,7 +26,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("probes",),
     ("sampling",),
     ("endpoint",),
-    ("vllm",),
+    ("engines",),
+    ("vllm", "sglang"),
     ("trace", "bench", "certify", "embed"),
     ("mismatch",),
     ("verdict",),
@@ -49,6 +50,8 @@ ANNEXES: dict[str, str] = {
     "nondet.kernels.matmul.gluon_kernels": "Triton compiles functions of plain modules; loaded on Hopper alone",
     "nondet.kernels.dispatch.functions": "torch's functions, a page by themselves",
     "nondet.vllm.attention": "imports vLLM at its top, which loads it by name",
+    "nondet.vllm.operators": "loads torch, which the plugin does only where it is enabled",
+    "nondet.sglang.attention": "imports SGLang at its top, and is loaded only under SGLang",
     "nondet.mismatch.kinds": "the hypotheses, a page by themselves",
     "nondet.testing.messages": "loads torch and the verdicts, once a test has failed; the assertions load neither",
 }

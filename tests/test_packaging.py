@@ -47,6 +47,7 @@ def test_the_wheel_holds_nondet_whole_and_nothing_else(built: Path, tmp_path: Pa
     [entry_points] = tmp_path.glob("*.dist-info/entry_points.txt")
     entries = entry_points.read_text()
     assert "[pytest11]\nnondet = nondet.testing.plugin\n" in entries
+    assert "[sglang.srt.plugins]\nnondet = nondet.sglang.plugin:register\n" in entries
     assert "[vllm.general_plugins]\nnondet = nondet.vllm.plugin:register\n" in entries
     # its digest of sources is the checkout's: a run that was begun in one is gone on with in the other
     of_the_wheel = runpy.run_path(str(tmp_path / "nondet" / "core" / "environment.py"))["collect"]
@@ -88,9 +89,9 @@ loaded("torch", "numpy", "httpx", "msgspec", "transformers", "rich")
 assert {name for name in vars(plugin) if name.startswith("pytest_")} == {"pytest_addoption", "pytest_configure"}
 import nondet
 nondet.load, nondet.probe, nondet.sample, nondet.check, nondet.check_operator
-import nondet.vllm.plugin
-nondet.vllm.plugin.register()
-loaded("torch", "pandas", "matplotlib", "transformers", "vllm", "triton")
+import nondet.sglang.plugin, nondet.vllm.plugin
+nondet.sglang.plugin.register(), nondet.vllm.plugin.register()
+loaded("torch", "pandas", "matplotlib", "transformers", "sglang", "vllm", "triton")
 from nondet.cli import main
 assert main(["--help"]) == 0
 loaded("torch", "triton", "transformers", "pandas", "matplotlib", "numpy")

@@ -117,7 +117,7 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
     from nondet.sampling.plan import Load
     from nondet.vllm import ENABLED, OWN
     from nondet.vllm.engine import VllmEngine
-    from nondet.vllm.plugin import Look, grouped
+    from nondet.vllm.plugin import Look
 
     steps, model = request.m or _STEP, None if request.model is None else str(request.model)
     own, ours = (os.environ.get(name) == "1" for name in (OWN, ENABLED))
@@ -136,7 +136,7 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
                 session = engine.run([], load, look)
             if session.fatal:
                 raise UserError(session.fatal, "See docs/vllm.md.")
-            for record in grouped(look.found):
+            for record in look.records():
                 if record.key not in writer.done:
                     writer.write(record)
     return output.present()

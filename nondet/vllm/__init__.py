@@ -4,7 +4,9 @@ Importing this package imports neither torch nor vLLM. vLLM calls `plugin` in ea
 NONDET_BATCH_INVARIANT=1 that loads `operators` and `attention`.
 """
 
-ENABLED, ALLOWED, WRITTEN = "NONDET_BATCH_INVARIANT", "NONDET_ALLOW_AT_RISK", "NONDET_COVERAGE"
+from nondet.engines import ENABLED as ENABLED
+from nondet.engines import WRITTEN as WRITTEN
+
 OWN = "VLLM_BATCH_INVARIANT"  # vLLM's own mode
 
 

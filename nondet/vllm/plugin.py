@@ -10,32 +10,40 @@ check every layer, and refuse to start with one at risk. You get invariance, or 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import inspect
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from nondet.engines import ALLOWED, ENABLED, Engine
+from nondet.engines.coverage import (
+    AT_RISK,
+    CERTIFIED,
+    ELEMENTWISE,
+    REPLACED,
+    Standing,
+    ancestors,
+    get,
+    grouped,
+    refuse_missed,
+    report,
+    rows_of,
+)
+from nondet.engines.hooks import checked, enabled, misfit, object_at
 from nondet.errors import UserError, one_line
 from nondet.version import VERSION
-from nondet.vllm import ALLOWED, ENABLED, OWN, WRITTEN, log
+from nondet.vllm import OWN, log
 
 if TYPE_CHECKING:
     from nondet.core.records import LayerStanding
-    from nondet.vllm import operators
+    from nondet.engines import layers
 
 TRIED = ("0.25.1", "0.26.0")  # versions of vLLM whose signatures fit, and that were run
 _BACKEND = "nondet.vllm.attention.SegmentsBackend"
 _BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # 1: no torch.compile. From 0.31 on vLLM's own mode sets it for many shapes
-_STOCK = "Unset NONDET_BATCH_INVARIANT to run vLLM as it is."
-
-
 _LAYERS = "vllm.model_executor.layers"
 _NORMS = ("RMSNorm", "GemmaRMSNorm")
 _APPLY = f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply"
@@ -76,32 +84,15 @@ PATCHED = {
 # Where a missing hook is in later versions, and its parameters: from 0.29 on a backend is queried for a layout, and
 # gives no shape.
 MOVED = {SHAPE: ("vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts", "cls")}
-_HOOK = "_of_nondet"
 _NOT_COVERED = ("reload_weights", "update_weights", "sleep", "add_lora")  # calls of a worker
 REGISTERED: list[int] = []  # the process that has registered: a fork inherits the patches, and patches nothing again
 
 
-def enabled() -> bool:
-    """Whether the environment enables the plugin. Raises UserError: an invalid value."""
-    value = os.environ.get(ENABLED, "")
-    if value not in ("", "0") and not hasattr(sys.excepthook, _HOOK):
-        _say_in_one_line(sys.excepthook)
-    if value not in ("", "0", "1"):
-        raise UserError(f"{ENABLED}={one_line(value, 40)} makes no sense", "Set it to 1, or unset it.")
-    return value == "1"
+def engine() -> Engine:
+    """vLLM in this process."""
+    import vllm
 
-
-def _say_in_one_line(before: Callable[..., Any]) -> None:
-    """From now on print an uncaught `UserError`, in `vllm serve` as well, as one line without a traceback."""
-
-    def hook(kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, UserError):
-            sys.stderr.write(f"nondet: {error}\n")
-        else:
-            before(kind, error, trace)
-
-    setattr(hook, _HOOK, True)
-    sys.excepthook = hook
+    return Engine("vLLM", "vllm", vllm.__version__, TRIED, log)
 
 
 def register() -> None:
@@ -124,12 +115,13 @@ def register() -> None:
 
 def _register() -> None:
     if sys.platform != "linux":
-        raise UserError(f"{ENABLED}=1 needs Linux and an NVIDIA GPU, this is {sys.platform}", _STOCK)
-    import vllm
+        raise UserError(f"{ENABLED}=1 needs Linux and an NVIDIA GPU, this is {sys.platform}", engine().stock)
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
-        raise UserError(f"{ENABLED}=1 needs an NVIDIA GPU, vLLM runs on {current_platform.device_type} here", _STOCK)
+        raise UserError(
+            f"{ENABLED}=1 needs an NVIDIA GPU, vLLM runs on {current_platform.device_type} here", engine().stock
+        )
     if os.environ.get(OWN, "1") not in ("", "1"):
         raise UserError(f"{ENABLED}=1 and {OWN}={os.environ[OWN]} exclude each other", f"Unset {OWN}.")
     os.environ[OWN] = "1"  # before modules are loaded that read it once
@@ -137,61 +129,14 @@ def _register() -> None:
     _install(check_patched())
     REGISTERED.append(os.getpid())
     log(f"batch invariance by nondet {VERSION}: products, attention and norms; {OWN}=1 is set underneath.")
-    if vllm.__version__ not in TRIED:
-        fits = f"vLLM {vllm.__version__} has every function that nondet replaces"
-        log(f"{fits}, and was never run under nondet: {' and '.join(TRIED)} were.")
-
-
-def object_at(path: str) -> Any:
-    """The object at "module:attribute.attribute". Raises ImportError or AttributeError."""
-    module, _, names = path.partition(":")
-    found = importlib.import_module(module)
-    for name in names.split("."):
-        found = getattr(found, name)
-    return found
-
-
-def parameters(found: Any) -> str:
-    """The names of its parameters."""
-    found = getattr(found, "__func__", found)  # of a class's method the class as well, as the sources have it
-    return " ".join(inspect.signature(found).parameters)
-
-
-def owner_of(found: Any) -> str:
-    """The module of a hook's object; of a wrapper, which has the name of what it wraps, that of its own code."""
-    found = getattr(found, "__func__", found)
-    while inspect.isfunction(found) and hasattr(found, "__wrapped__"):
-        written = found.__globals__["__name__"]
-        if written.partition(".")[0] not in ("vllm", "torch", "contextlib"):
-            return str(written)
-        found = found.__wrapped__
-    return str(found.__module__ if inspect.isfunction(found) else type(found).__module__)
+    engine().never_run()
 
 
 def check_patched() -> dict[str, Any]:
     """The objects of `PATCHED` by path. Raises UserError: one is missing, takes other parameters, or was replaced."""
-    import vllm
-
-    found = {}
-    for path, takes in PATCHED.items():
-        try:
-            try:
-                found[path] = object_at(path)
-            except AttributeError:
-                if path not in MOVED:
-                    raise
-                later, takes = MOVED[path]
-                found[path] = object_at(later)
-            taken = parameters(found[path])
-        except (ImportError, AttributeError, ValueError, TypeError) as error:
-            raise _misfit(vllm.__version__, f"{path} is not there ({type(error).__name__})") from error
-        if taken != takes:
-            raise _misfit(vllm.__version__, f"{path} takes ({taken}), not ({takes})")
-        owner = owner_of(found[path])
-        if owner.partition(".")[0] != "vllm":
-            raise UserError(f"{path} was replaced by {owner} before nondet could", "Run one of the two plugins.")
+    found = checked(engine(), PATCHED, MOVED)
     if SHAPE in found and not _known_layout(found[SHAPE]):
-        raise _misfit(vllm.__version__, "FlashAttention's KV cache has another layout")
+        raise misfit(engine(), "FlashAttention's KV cache has another layout")
     registry = object_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
     with_custom = ""
     with suppress(ValueError):  # CUSTOM without a registered backend
@@ -208,11 +153,6 @@ def _known_layout(layout: Any) -> bool:
     with suppress(ImportError, AttributeError):
         return bool(object_at("vllm.v1.kv_cache_layout:KVCacheLayout.LBNHC").value == (0, 1, 3, 2, 4))
     return False
-
-
-def _misfit(version: str, what: str) -> UserError:
-    tried = ", ".join(TRIED)
-    return UserError(f"vLLM {version} does not fit nondet {VERSION}: {what}", f"Use vLLM {tried}. {_STOCK}")
 
 
 def _install(found: Mapping[str, Any]) -> None:
@@ -281,8 +221,8 @@ def _install_experts(found: Mapping[str, Any]) -> None:
         self: Any, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, shared_experts: Any, shared_experts_input: Any
     ) -> Any:
         if getattr(layer, _OURS, False):
+            from nondet.engines.layers import note
             from nondet.kernels.experts.cuda import weighted_experts
-            from nondet.vllm.operators import note
 
             note(layer.w13_weight)
             return weighted_experts(x, layer.w13_weight.data, layer.w2_weight.data, topk_weights, topk_ids)
@@ -342,7 +282,7 @@ def _around_start(load: Callable[..., Any], warm_up: Callable[..., Any]) -> None
     worker.load_model, worker.compile_or_warm_up_model = load_model, compile_or_warm_up_model
 
     def refused(name: str, *_args: Any, **_options: Any) -> None:
-        raise UserError(f"{name} is not covered by nondet's batch invariance", f"Restart the engine. {_STOCK}")
+        raise UserError(f"{name} is not covered by nondet's batch invariance", f"Restart the engine. {engine().stock}")
 
     for name in _NOT_COVERED:
         setattr(worker, name, partial(refused, name))
@@ -354,7 +294,8 @@ def _around_start(load: Callable[..., Any], warm_up: Callable[..., Any]) -> None
 def sources() -> str:
     """First 16 hex digits of the SHA-256 over the plugin's files: vLLM's compile cache is keyed on it."""
     sha = hashlib.sha256(VERSION.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for path in sorted((*here.glob("*.py"), *(here.parent / "engines").glob("*.py"))):
         sha.update(path.read_bytes())
     return sha.hexdigest()[:16]
 
@@ -374,7 +315,7 @@ def prepare(arguments: Any) -> None:
         log("warning: --attention-backend FLASH_ATTN computes nothing here; attention is nondet's, over its cache.")
     setattr(owner, field, custom)
     for name in ("rms_norm", "fused_add_rms_norm"):
-        if any(_get(arguments, f"{prefix}ir_op_priority.{name}") for prefix in ("", "kernel_config.")):
+        if any(get(arguments, f"{prefix}ir_op_priority.{name}") for prefix in ("", "kernel_config.")):
             log(f"warning: --ir-op-priority {name} computes nothing here: norms are nondet's.")
     # SiLU by ours, rotary and FP8's numbers by vLLM's own kernels, so that Inductor fuses none of them
     operators = arguments.compilation_config.custom_ops
@@ -422,48 +363,39 @@ def graph_prefill(compilation: Any, tokens: int) -> None:
     compilation.max_cudagraph_capture_size = sizes[-1]
 
 
-def _get(config: Any, path: str, default: Any = None) -> Any:
-    for name in path.split("."):
-        config = getattr(config, name, None)
-        if config is None:
-            return default
-    return config
-
-
 def refuse(config: Any) -> None:
     """Refuse, as a `UserError`, each unsupported setting of a configuration, by its name."""
-    cache = str(_get(config, "cache_config.cache_dtype", "auto"))
-    worker = str(_get(config, "parallel_config.worker_cls", "auto"))
-    passes = _get(config, "compilation_config.pass_config")
+    cache = str(get(config, "cache_config.cache_dtype", "auto"))
+    worker = str(get(config, "parallel_config.worker_cls", "auto"))
+    passes = get(config, "compilation_config.pass_config")
     fused = [name for name in (_fusions(passes) if passes is not None else ()) if getattr(passes, name)]
     faults = {
         f"pass_config.{' and '.join(fused)}": bool(fused),
-        "LoRA adapters": _get(config, "lora_config") is not None,
-        "speculative decoding": _get(config, "speculative_config") is not None,
+        "LoRA adapters": get(config, "lora_config") is not None,
+        "speculative decoding": get(config, "speculative_config") is not None,
         f"workers by {worker}": not worker.startswith(("auto", "vllm.")),
         f"a KV cache of {cache}": cache not in ("auto", "float16", "bfloat16"),
-        "decode context parallelism": _get(config, "parallel_config.decode_context_parallel_size", 1) > 1,
-        "prefill context parallelism": _get(config, "parallel_config.prefill_context_parallel_size", 1) > 1,
-        "two batches at a time (DBO)": bool(_get(config, "parallel_config.enable_dbo", False))
-        or _get(config, "parallel_config.ubatch_size", 0) > 1,
-        "a window that ends at the prompt (R-SWA)": _get(config, "model_config.rswa_window") is not None,
-        "MLA": bool(_get(config, "model_config.use_mla", False)),
-        "sleep mode": bool(_get(config, "model_config.enable_sleep_mode", False)),
-        "a transfer of KV caches": _get(config, "kv_transfer_config") is not None,
-        "a transfer of weights": _get(config, "weight_transfer_config") is not None,
-        "offloaded weights": bool(_get(config, "offload_config.uva.cpu_offload_gb", 0))
-        or bool(_get(config, "offload_config.prefetch.offload_group_size", 0)),
-        f"{_get(config, 'model_config.dtype')} as the model's dtype": str(_get(config, "model_config.dtype"))
+        "decode context parallelism": get(config, "parallel_config.decode_context_parallel_size", 1) > 1,
+        "prefill context parallelism": get(config, "parallel_config.prefill_context_parallel_size", 1) > 1,
+        "two batches at a time (DBO)": bool(get(config, "parallel_config.enable_dbo", False))
+        or get(config, "parallel_config.ubatch_size", 0) > 1,
+        "a window that ends at the prompt (R-SWA)": get(config, "model_config.rswa_window") is not None,
+        "MLA": bool(get(config, "model_config.use_mla", False)),
+        "sleep mode": bool(get(config, "model_config.enable_sleep_mode", False)),
+        "a transfer of KV caches": get(config, "kv_transfer_config") is not None,
+        "a transfer of weights": get(config, "weight_transfer_config") is not None,
+        "offloaded weights": bool(get(config, "offload_config.uva.cpu_offload_gb", 0))
+        or bool(get(config, "offload_config.prefetch.offload_group_size", 0)),
+        f"{get(config, 'model_config.dtype')} as the model's dtype": str(get(config, "model_config.dtype"))
         not in ("torch.bfloat16", "torch.float16"),
     }
     given = [name for name, is_given in faults.items() if is_given]
     if given:
-        raise UserError(f"nondet's batch invariance under vLLM does not cover {', '.join(given)}", _STOCK)
+        raise UserError(f"nondet's batch invariance under vLLM does not cover {', '.join(given)}", engine().stock)
 
 
 # Coverage: which kernels compute each layer of a loaded model.
 
-REPLACED, CERTIFIED, ELEMENTWISE, AT_RISK = "replaced", "certified stock", "elementwise", "at risk"
 # Layers without a sum of their own: vLLM's, by the name of a class that they are or descend from, and torch's.
 _ELEMENTWISE = {
     "SiluAndMul", "MulAndSilu", "GeluAndMul", "NewGELU", "FastGELU", "QuickGELU", "ReLUSquaredActivation",
@@ -482,31 +414,18 @@ _PROVEN = (_EXPERTS, PRODUCTS)  # only at start
 METHODS: dict[Any, tuple[str, str]] = {}  # method or norm -> its standing, and why; see `_install`
 
 
-class Standing(NamedTuple):
-    """What computes one layer, or the configuration as a whole, and why it has this standing."""
-
-    layer: str
-    kind: str
-    standing: str
-    why: str
-
-
-def _ancestors(module: Any) -> set[str]:
-    return {cls.__name__ for cls in type(module).__mro__}
-
-
 def standing_of(
     name: str, module: Any, own: Callable[[str, Any], Standing], *, installed: bool = True
 ) -> Standing | None:
     """The standing of a module; None if it only holds others. own(name, module) gives that of a layer's own kernel,
     which every product and norm has where nondet's kernels are not `installed`."""
-    ancestors, kind = _ancestors(module), type(module).__name__
+    above, kind = ancestors(module), type(module).__name__
     judged = partial(Standing, name, kind)
-    if name.endswith("routed_experts.quant_method") and "FusedMoEMethodBase" in ancestors:
+    if name.endswith("routed_experts.quant_method") and "FusedMoEMethodBase" in above:
         return None  # a part of the experts before it
-    if {"MoERunner", "RoutedExperts", "FusedMoEMethodBase"} & ancestors or "FusedMoE" in kind or "MoERunner" in kind:
-        return judged(*_of_experts(module, ancestors, installed=installed))
-    if {"LinearBase", "VocabParallelEmbedding"} & ancestors:
+    if {"MoERunner", "RoutedExperts", "FusedMoEMethodBase"} & above or "FusedMoE" in kind or "MoERunner" in kind:
+        return judged(*_of_experts(module, above, installed=installed))
+    if {"LinearBase", "VocabParallelEmbedding"} & above:
         around = next(cls.__name__ for cls in type(module).__mro__ if "forward" in vars(cls))
         if around not in _BY_METHOD:
             return judged(AT_RISK, f"a product by {around}'s own forward, which nondet does not know")
@@ -514,11 +433,11 @@ def standing_of(
         apply = getattr(getattr(module, "quant_method", None), "apply", None)
         ours = METHODS.get(getattr(apply, "__func__", apply)) if installed else None
         return judged(*ours) if ours is not None else own(name, module)
-    if "AttentionLayerBase" in ancestors:  # whatever has a cache: state spaces and linear attention as well
+    if "AttentionLayerBase" in above:  # whatever has a cache: state spaces and linear attention as well
         return judged(*_of_attention(module, installed=installed))
-    if {*_NORMS} & ancestors:
+    if {*_NORMS} & above:
         return judged(*_of_norm(module)) if installed else own(name, module)
-    if _ELEMENTWISE & ancestors:
+    if _ELEMENTWISE & above:
         return judged(ELEMENTWISE, "nothing is added up")
     if next(module.children(), None) is not None:
         return None
@@ -546,11 +465,11 @@ def _of_norm(module: Any) -> tuple[str, str]:
     return native
 
 
-def _of_experts(module: Any, ancestors: set[str], *, installed: bool) -> tuple[str, str]:
+def _of_experts(module: Any, above: set[str], *, installed: bool) -> tuple[str, str]:
     """Of a mixture of experts: of its runner, which chooses them, and of the layer with their weights."""
-    if not installed or not {"MoERunner", "RoutedExperts"} & ancestors:
+    if not installed or not {"MoERunner", "RoutedExperts"} & above:
         return AT_RISK, "experts by vLLM's own kernels, which are not proven"
-    chooses = "MoERunner" in ancestors
+    chooses = "MoERunner" in above
     fault = _unfit_router(module) if chooses else _unfit_experts(module)
     if fault:
         return AT_RISK, f"{fault}: by vLLM's own kernels, which are not proven"
@@ -603,12 +522,12 @@ def _unfit_experts(layer: Any) -> str:
     return ", ".join(what for what, applies in faults.items() if applies)
 
 
-def certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
+def certify_experts(layer: Any, counts: Sequence[int]) -> layers.Certified:
     """Prove every tile that a step of these numbers of tokens can use, and compile the kernels: all of them are run,
     and one more for each pair of tiles that is in between. Raises NotImplementedError: a product has no tile."""
 
+    from nondet.engines.layers import certified
     from nondet.kernels.experts.cuda import route, tile_for, weighted_experts
-    from nondet.vllm.operators import certified
 
     w13, w2, top = layer.w13_weight.data, layer.w2_weight.data, layer.top_k
     tokens_by_tiles: dict[Any, int] = {}
@@ -628,7 +547,7 @@ def certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
 def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standing]:
     """The standing of the sum over ranks, which needs a proof; without `counts`, numbers of rows, it is not tested."""
     for name, path in (("tensor", "tensor_parallel_size"), ("pipeline", "pipeline_parallel_size")):
-        ranks = _get(config, f"parallel_config.{path}", 1)
+        ranks = get(config, f"parallel_config.{path}", 1)
         if ranks > 1:
             tested = _of_ranks(config, ranks, counts) if name == "tensor" and counts else None
             why = "what ranks exchange was not proven under vLLM"
@@ -651,7 +570,7 @@ def _of_ranks(config: Any, ranks: int, counts: Sequence[int]) -> tuple[str, str]
     try:
         failed = first_sum_that_differs(group(), capture, model.get_hidden_size(), model.dtype, counts, graphs)
     except Exception as error:
-        raise UserError(f"{what}: {one_line(str(error), 120) or type(error).__name__}", _STOCK) from error
+        raise UserError(f"{what}: {one_line(str(error), 120) or type(error).__name__}", engine().stock) from error
     if failed is not None:
         return AT_RISK, f"the sum over ranks gives a row different bits at M={failed} and M={counts[-1]}"
     in_graphs = ", graphs' sizes in graphs as well" if graphs else ""
@@ -661,10 +580,20 @@ def _of_ranks(config: Any, ranks: int, counts: Sequence[int]) -> tuple[str, str]
 
 def limits_of(config: Any) -> tuple[list[int], int, int]:
     """(sizes of CUDA graphs, most tokens of a step, most requests of a step)."""
-    graphs = list(_get(config, "compilation_config.cudagraph_capture_sizes", ()) or ())
-    tokens = _get(config, "scheduler_config.max_num_batched_tokens")
-    requests = _get(config, "scheduler_config.max_num_seqs")
+    graphs = list(get(config, "compilation_config.cudagraph_capture_sizes", ()) or ())
+    tokens = get(config, "scheduler_config.max_num_batched_tokens")
+    requests = get(config, "scheduler_config.max_num_seqs")
     return graphs, int(tokens), int(requests)
+
+
+def plan_of(config: Any, seen: Mapping[Any, Any]) -> dict[str, Any]:
+    """What the coverage file has about this start."""
+    from nondet.engines import layers
+
+    graphs, tokens, requests = limits_of(config)
+    model, dtype = (str(get(config, f"model_config.{name}", "")) for name in ("model", "dtype"))
+    sizes = layers.plan_of(seen, len(graphs), tokens, requests)
+    return {"model": model, engine().package: engine().version, "dtype": dtype.removeprefix("torch."), **sizes}
 
 
 def _forms_of_norm(layer: Any, weight: Any, config: Any) -> Iterator[tuple[Callable[[Any], Any], int]]:
@@ -687,18 +616,11 @@ def _forms_of_norm(layer: Any, weight: Any, config: Any) -> Iterator[tuple[Calla
         yield partial(by_head, heads), heads * width
 
 
-def rows_of(layer: Any, counts: Sequence[int], requests: int) -> Sequence[int]:
-    """The numbers of rows that a layer can get: a head has one row per request."""
-    from nondet.vllm.operators import padded_rows
-
-    most = padded_rows(requests) if "VocabParallelEmbedding" in _ancestors(layer) else max(counts, default=0)
-    return [m for m in counts if m <= most]
-
-
 def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], Standing]:
     """A function that tests a layer's own kernel, a product's or a norm's, at `counts` or at all numbers of rows that a
     step can have; layers of one kind and shape once."""
-    from nondet.vllm.operators import bias_of, first_size_that_differs, width_of
+    from nondet.engines.layers import bias_of, width_of
+    from nondet.vllm.operators import first_size_that_differs
 
     _, tokens, requests = limits_of(config)
     known: dict[str, tuple[str, str]] = {}
@@ -741,10 +663,10 @@ def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], 
 
 
 def _prove(
-    standing: Standing, module: Any, counts: Sequence[int], requests: int, seen: dict[Any, operators.Certified]
+    standing: Standing, module: Any, counts: Sequence[int], requests: int, seen: dict[Any, layers.Certified]
 ) -> Standing:
     """Certify a layer's kernel, once for equal layers; where that fails it is at risk."""
-    from nondet.vllm import operators
+    from nondet.engines import layers
 
     weight = getattr(module, "weight", None)
     if standing.why == _EXPERTS:
@@ -755,13 +677,13 @@ def _prove(
         except Exception as error:  # noqa: BLE001 - whatever the error, it is not proven
             why = one_line(str(error), 120) or type(error).__name__
             return standing._replace(standing=AT_RISK, why=f"no product of these experts is proven here: {why}")
-    elif standing.standing == REPLACED and "MoERunner" in _ancestors(module):
+    elif standing.standing == REPLACED and "MoERunner" in ancestors(module):
         setattr(module.router, _OURS, True)
     elif standing.why == PRODUCTS and weight is not None and weight.is_cuda:
-        bias = operators.bias_of(module)
+        bias = layers.bias_of(module)
         key = (weight.shape, weight.stride(), weight.dtype, bias is None)
         if key not in seen:
-            seen[key] = operators.certify_product(weight, bias, rows_of(module, counts, requests))
+            seen[key] = layers.certify_product(weight, bias, rows_of(module, counts, requests))
     return standing
 
 
@@ -770,23 +692,23 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
     risk, and NONDET_ALLOW_AT_RISK is not 1."""
     import torch
 
-    from nondet.vllm import operators
+    from nondet.engines import layers
 
     graphs, tokens, requests = limits_of(config)
-    counts = operators.row_counts(graphs, tokens)
+    counts = layers.row_counts(graphs, tokens)
     unproven = "not proven, because the start is refused"  # no proof is needed, because nothing will run
 
     def looked_at(own: Callable[[str, Any], Standing]) -> list[tuple[Standing, Any]]:
         looked = [(s, m) for name, m in model.named_modules() if (s := standing_of(name, m, own)) is not None]
         if os.environ.get(ALLOWED) != "1" and any(s.standing == AT_RISK for s in (*found, *(s for s, _ in looked))):
             left = (s._replace(why=unproven) if s.why in _PROVEN else s for s, _ in looked)
-            _report([*found, *left], config, seen, rank)
+            report([*found, *left], engine(), plan_of(config, seen), rank)
         return looked
 
-    seen: dict[tuple[Any, ...], operators.Certified] = {}
+    seen: dict[tuple[Any, ...], layers.Certified] = {}
     found = [one for one in config_standings(config) if not one.layer.startswith("tensor")]  # whose sum is tested below
     looked_at(lambda name, layer: Standing(name, type(layer).__name__, CERTIFIED, unproven))
-    operators.use_counts(counts)
+    layers.use_counts(counts)
     attention = sys.modules.get(f"{__package__}.attention")  # if vLLM has loaded it
     if attention is not None:
         attention.reserve(model, config)
@@ -795,11 +717,9 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
     found += [_prove(standing, module, counts, requests, seen) for standing, module in looked]
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    seconds, proofs, compiled = (sum(x) for x in zip((0.0, 0, 0), *(c[:3] for c in seen.values()), strict=True))
-    what = f"{len(seen)} shapes of weights at {len(counts)} row counts: {proofs} proofs"
-    log(f"{what}, {compiled} kernel{'s' * (compiled != 1)} compiled, in {seconds:.1f} s.")
-    _report(found, config, seen, rank)
-    operators.watch()
+    log(layers.summary(seen, counts))
+    report(found, engine(), plan_of(config, seen), rank)
+    layers.watch()
     return found
 
 
@@ -808,6 +728,7 @@ def check_all_ran(model: Any, found: Sequence[Standing]) -> None:
     experts and kept kernels are recognized by their weights. Not checked: attention, tables of embeddings and heads,
     and Gemma's norms, whose weight is recomputed at each call. Raises UserError: a layer that no operator ran with, for
     example because vLLM put another kernel there, and NONDET_ALLOW_AT_RISK is not 1."""
+    from nondet.engines import layers
     from nondet.vllm import operators
 
     modules, weights = dict(model.named_modules()), {}
@@ -816,20 +737,14 @@ def check_all_ran(model: Any, found: Sequence[Standing]) -> None:
         kept = getattr(module, "quant_method", None)
         weight = getattr(module, kept.weight if isinstance(kept, operators.OwnMethod) else "weight", None)
         weight = getattr(module, "w13_weight", weight)
-        skipped = {"VocabParallelEmbedding", "GemmaRMSNorm"} & _ancestors(module)
+        skipped = {"VocabParallelEmbedding", "GemmaRMSNorm"} & ancestors(module)
         if one.standing in (REPLACED, CERTIFIED) and weight is not None and not skipped:
             weights[one.layer] = weight.data
-    missed = operators.not_run(weights)
-    log(f"{len(weights) - len(missed)} of {len(weights)} layers that were looked for ran by nondet's operators.")
-    if missed:
-        what = f"{len(missed)} layers reported as proven did not run by nondet's operators, the first {missed[0]}"
-        log(f"{what}.")
-        if os.environ.get(ALLOWED) != "1":
-            raise UserError(what, f"Set {ALLOWED}=1 to start all the same. {_STOCK}")
+    refuse_missed(layers.not_run(weights), len(weights), engine())
 
 
 def _kept_or_scaled(
-    own: Callable[[str, Any], Standing], counts: Sequence[int], config: Any, seen: dict[Any, operators.Certified]
+    own: Callable[[str, Any], Standing], counts: Sequence[int], config: Any, seen: dict[Any, layers.Certified]
 ) -> Callable[[str, Any], Standing]:
     """A layer's own kernel; if that is not invariant, nondet's FP8 product, if it fits and is proven."""
     from nondet.vllm import operators
@@ -857,20 +772,6 @@ def _kept_or_scaled(
     return judged
 
 
-def _report(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int) -> None:
-    kinds = Counter(one.standing for one in found)
-    log(", ".join(f"{kinds[name]} {name}" for name in (REPLACED, CERTIFIED, ELEMENTWISE, AT_RISK)) + ".")
-    risky = [one for one in grouped(found) if one.standing == AT_RISK]
-    for one in risky[:20]:
-        log(f"at risk: {one.first} ({one.kind}): {one.why}.")
-    path = write_coverage(found, config, seen, rank)
-    if path is not None:
-        log(f"coverage: nondet report {path}")
-    if risky and os.environ.get(ALLOWED) != "1":
-        what = f"{kinds[AT_RISK]} layers are at risk, the first {risky[0].first} ({risky[0].kind}): {risky[0].why}"
-        raise UserError(what, f"Set {ALLOWED}=1 to start all the same. {_STOCK}")
-
-
 class Look:
     """Goes into vLLM's process and records what computes each layer of the loaded model, with the plugin or without.
     `found` is complete once attached."""
@@ -888,55 +789,6 @@ class Look:
         self.found = [*config_standings(config), *filter(None, seen)]
         yield
 
-
-def grouped(found: Sequence[Standing]) -> list[LayerStanding]:
-    """As a run file holds them: layers of one kind, standing and reason together."""
-    from nondet.core.records import LayerStanding
-
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for one in found:
-        groups.setdefault((one.kind, one.standing, one.why), []).append(one.layer)
-    return [
-        LayerStanding(number=number, kind=kind, standing=standing, why=why, first=layers[0], layers=len(layers))
-        for number, ((kind, standing, why), layers) in enumerate(groups.items())
-    ]
-
-
-def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int = 0) -> Path | None:
-    """The run file that `nondet report` reads; None where none can be written. NONDET_COVERAGE names it; if that file
-    exists it is kept, and this one's name also gets the date and the process. By default it is in nondet's cache
-    folder, with both in its name."""
-    from nondet.core.certificates import cache_folder
-    from nondet.core.environment import collect
-    from nondet.core.runfile import open_run
-
-    folder, named = cache_folder(), os.environ.get(WRITTEN)
-    if folder is None and not named:
-        return None
-    import vllm
-
-    graphs, tokens, requests = limits_of(config)
-    plan = {
-        "model": str(_get(config, "model_config.model", "")),
-        "vllm": vllm.__version__,
-        "dtype": str(_get(config, "model_config.dtype")).removeprefix("torch."),
-        "graphs": len(graphs),
-        "tokens": tokens,
-        "requests": requests,
-        "shapes": len(seen),
-        "proofs": sum(one.proofs for one in seen.values()),
-        "proofs_s": round(sum(one.seconds for one in seen.values()), 2),
-    }
-    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
-    try:
-        path = Path(named) if named else Path(folder or "").parent / "vllm" / f"coverage-{stamp}.jsonl"
-        path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}") if named and rank else path
-        path = path.with_name(f"{path.stem}-{stamp}{path.suffix}") if path.exists() else path
-        writer = open_run(path, command="vllm", plan=plan, environment=collect())
-        for record in grouped(found):
-            writer.write(record)
-        writer.finish()
-    except (UserError, OSError, ValueError) as error:  # a full disk or an invalid name: the log has the same
-        log(f"no coverage file: {error}")
-        return None
-    return path
+    def records(self) -> list[LayerStanding]:
+        """What was found, as a run file holds it."""
+        return grouped(self.found)

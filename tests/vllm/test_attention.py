@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import sys
@@ -15,6 +16,7 @@ import torch
 
 from nondet.core import compare
 from nondet.core.certificates import Certificates
+from nondet.engines import attention
 from nondet.errors import UserError
 from nondet.kernels import triton_common
 from nondet.kernels.attention import cuda, hopper, triton_kernels
@@ -126,8 +128,8 @@ def test_a_step_over_pages_anywhere(backend: ModuleType, lengths: list[int], new
 
 def test_later_layers_are_launched_as_the_first(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[object] = []
-    compute = backend.compute
-    monkeypatch.setattr(backend, "compute", lambda *call, **how: computed.append(how) or compute(*call, **how))
+    compute = attention.compute
+    monkeypatch.setattr(attention, "compute", lambda *call, **how: computed.append(how) or compute(*call, **how))
     asked: tuple[list[int], list[int]] = ([5, 40, 33, 20], [1, 1, 9, 20])
     impl = backend.SegmentsImpl(**(NEEDED | {"sliding_window": 8}))
     firsts = []
@@ -156,23 +158,27 @@ def test_soft_caps_are_asked_as_vllm_means_them(backend: ModuleType) -> None:
 
 
 def test_a_large_chunk_is_gathered_to_the_same_answers(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "DENSE_ITEMS", 1)
-    monkeypatch.setattr(backend, "DENSE_WORK", HEADS * 90 * 70)
+    monkeypatch.setattr(attention, "DENSE_ITEMS", 1)
+    monkeypatch.setattr(attention, "DENSE_WORK", HEADS * 90 * 70)
     seen: list[tuple[int, ...]] = []
-    dense = backend.attention
-    monkeypatch.setattr(backend, "attention", lambda q, *rest, **more: seen.append(q.shape) or dense(q, *rest, **more))
+    dense = attention.attention
+    monkeypatch.setattr(
+        attention, "attention", lambda q, *rest, **more: seen.append(q.shape) or dense(q, *rest, **more)
+    )
     impl, asked = backend.SegmentsImpl(**NEEDED), ([20, 90, 9], [1, 70, 9])
     out, each = step(backend, impl, *asked)
     assert seen == [(1, HEADS, 70, DIM)]
     torch.testing.assert_close(out.double(), exact(each), rtol=5e-3, atol=5e-3)
-    monkeypatch.setattr(backend, "DENSE_WORK", HEADS * 90 * 70 + 1)  # through its block table: a matter of speed alone
+    monkeypatch.setattr(
+        attention, "DENSE_WORK", HEADS * 90 * 70 + 1
+    )  # through its block table: a matter of speed alone
     assert compare.identical(step(backend, impl, *asked)[0], out)
     assert len(seen) == 1
 
 
-def test_launches_of_a_step(backend: ModuleType) -> None:
-    piece = backend.Piece
-    of = backend.pieces_of
+def test_launches_of_a_step() -> None:
+    piece = attention.Piece
+    of = attention.pieces_of
     assert of([0, 1, 2, 3], [9, 9, 9], 50, 8, True) == [piece(0, 3, 1, 50)]
     assert of([0, 1, 2, 7, 20], [9, 9, 9, 30], 50, 8, True) == [piece(0, 2, 1, 50), piece(2, 4, 13, 50)]
     assert of([0, 1, 2049, 2054], [9, 15000, 30], 15000, 8, True) == [
@@ -230,10 +236,11 @@ def test_no_step_is_launched_in_another_way(
     """On a Hopper, of which multiprocessors are counted: any number of requests, over any number of keys."""
     monkeypatch.setattr(hopper, "available", lambda device: None)
     impl = backend.SegmentsImpl(**(NEEDED | {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": 128}))
-    ways = backend.ways_of(impl, torch.float16, requests, longest, torch.device("cpu"), 16)
+    cache = backend.example(impl.as_layer, torch.float16, torch.device("cpu"))
+    ways = attention.ways_of(impl.as_layer, cache, requests, longest, 16)
     call = next(call for call in ways.values() if call.tq == 1)
     steps = {
-        backend.way_for(call._replace(requests=n, tk=min(512 * segments, longest)))
+        attention.way_for(call._replace(requests=n, tk=min(512 * segments, longest)))
         for n in range(1, requests + 1)
         for segments in range(1, -(-longest // 512) + 1)
     }
@@ -254,8 +261,9 @@ def test_a_second_start_proves_nothing(backend: ModuleType, monkeypatch: pytest.
     cuda.forget()
     impls = [backend.SegmentsImpl(**(NEEDED | {"sliding_window": 8, "head_size": 16})) for _ in range(2)]
     for proofs in (2, 0):
-        backend.warm(impls, torch.float16, 2, 100, torch.device("cpu"), PAGE)
-        assert f"nondet: attention in 2 ways: {proofs} proofs, 0 kernels compiled, in " in toys.LOG[-1]
+        caches = functools.partial(backend.example, dtype=torch.float16, device=torch.device("cpu"))
+        said = attention.warm((impl.as_layer for impl in impls), caches, 2, 100, PAGE)
+        assert said.startswith(f"attention in 2 ways: {proofs} proofs, 0 kernels compiled, in ")
         kept = Certificates({"device": "a test's"}, tmp_path)  # as another process reads them
         cuda.forget()
 
@@ -276,5 +284,5 @@ def test_the_index_of_keys_is_made_before_memory_is_measured(backend: ModuleType
 def test_the_copy_engine_brings_what_lies_together(backend: ModuleType) -> None:
     x, places = torch.zeros(1, HEADS, 1, DIM), torch.zeros(2, dtype=torch.int32)
     for page, together in ((16, 16), (48, 16), (64, 64), (128, 128), (256, 128), (384, 128)):
-        call = backend.SegmentsImpl(**NEEDED).call((x,) * 4, (1, 1, 1), (places,) * 3, page)
+        call = backend.SegmentsImpl(**NEEDED).as_layer.call((x,) * 4, (1, 1, 1), (places,) * 3, page)
         assert call.page == together

@@ -22,8 +22,10 @@ import torch
 from torch import nn
 
 import nondet.vllm
+from nondet import engines
 from nondet.core import compare
 from nondet.core.runfile import read_run
+from nondet.engines import coverage, layers
 from nondet.errors import UserError
 from nondet.vllm import operators, plugin
 from scripts import vllm_seams
@@ -42,14 +44,14 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
 def _with(monkeypatch: pytest.MonkeyPatch, made: Toy) -> Iterator[Toy]:
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setenv(nondet.vllm.ENABLED, "1")
+    monkeypatch.setenv(engines.ENABLED, "1")
     monkeypatch.delenv(nondet.vllm.OWN, raising=False)
     monkeypatch.setattr(plugin, "REGISTERED", [])
     toys.LOG.clear()
     yield made
     for name in (nondet.vllm.OWN, "VLLM_USE_BREAKABLE_CUDAGRAPH"):
         os.environ.pop(name, None)
-    operators.use_counts([])
+    layers.use_counts([])
 
 
 def method(toy: Toy) -> Any:
@@ -124,16 +126,16 @@ def test_a_refusal_is_one_line(toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setattr(sys, "excepthook", theirs)
     for value in ("", "0"):
-        monkeypatch.setenv(nondet.vllm.ENABLED, value)
+        monkeypatch.setenv(engines.ENABLED, value)
         plugin.register()
         assert untouched(toy)
     assert sys.excepthook is theirs
-    monkeypatch.setenv(nondet.vllm.ENABLED, "yes")
+    monkeypatch.setenv(engines.ENABLED, "yes")
     for _ in range(2):  # it is put in place once
         with pytest.raises(UserError) as refused:
             plugin.register()
     sys.excepthook(UserError, refused.value, None)
-    assert capsys.readouterr().err == f"nondet: {nondet.vllm.ENABLED}=yes makes no sense. Set it to 1, or unset it.\n"
+    assert capsys.readouterr().err == f"nondet: {engines.ENABLED}=yes makes no sense. Set it to 1, or unset it.\n"
     assert others == []
     sys.excepthook(ValueError, ValueError("theirs"), None)
     assert len(others) == 1
@@ -165,13 +167,13 @@ def test_two_plugins_do_not_fight(toy: Toy) -> None:
 def test_a_refusal_is_one_again_where_somebody_tries_again(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM calls a plugin once a process, and says before that it has; a start after a refusal was vLLM's own."""
     loader: Any = toy["vllm.plugins"]
-    for change in (lambda: monkeypatch.setenv(nondet.vllm.ENABLED, "yes"), lambda: takes_another(toy)):
+    for change in (lambda: monkeypatch.setenv(engines.ENABLED, "yes"), lambda: takes_another(toy)):
         change()
         loader.plugins_loaded = True
         with pytest.raises(UserError):
             plugin.register()
         assert not loader.plugins_loaded
-        monkeypatch.setenv(nondet.vllm.ENABLED, "1")
+        monkeypatch.setenv(engines.ENABLED, "1")
     monkeypatch.setattr(plugin, "check_patched", lambda: 1 / 0)  # whatever goes wrong, vLLM's own flag is as it was
     with pytest.raises(ZeroDivisionError):
         plugin.register()
@@ -409,7 +411,7 @@ def test_at_risk_refuses_to_start(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> 
     ):
         with pytest.raises(UserError, match=f"the first {name} parallelism .*: {why}"):
             loaded(toy, model(), **{f"parallel_config__{name}_parallel_size": 2})
-    monkeypatch.setenv(nondet.vllm.ALLOWED, "1")
+    monkeypatch.setenv(engines.ALLOWED, "1")
     loaded(toy, model(RISKY[0][0]))
     assert any("at risk: 3" in line for line in toys.LOG)
 
@@ -425,13 +427,13 @@ def test_what_did_not_run_at_start_by_ours_is_no_replaced_layer(toy: Toy, monkey
         worker.fused = fused
         with pytest.raises(UserError, match=f"{named}.*Set NONDET_ALLOW_AT_RISK=1"):
             worker.compile_or_warm_up_model()
-    monkeypatch.setenv(nondet.vllm.ALLOWED, "1")
+    monkeypatch.setenv(engines.ALLOWED, "1")
     worker = loaded(toy, it)
     worker.fused = [it[1].norm]
     assert worker.compile_or_warm_up_model() == 1.5
     assert any("1 layers reported as proven did not run" in line for line in toys.LOG)
-    operators.product(torch.ones(1, 8), it[0].qkv.weight)  # after start nothing is kept
-    assert operators.not_run({"qkv": it[1].qkv.weight}) == []
+    layers.product(torch.ones(1, 8), it[0].qkv.weight)  # after start nothing is kept
+    assert layers.not_run({"qkv": it[1].qkv.weight}) == []
 
 
 def group_of(toy: Toy, summed: Any, ranks: int, rank: int = 0) -> Any:
@@ -463,7 +465,7 @@ def test_a_sum_over_two_ranks_is_asked_at_start(toy: Toy) -> None:
                 loaded(toy, model(), parallel_config__tensor_parallel_size=2)
         else:
             standing = loaded(toy, model(), parallel_config__tensor_parallel_size=2).of_nondet[0]
-            assert standing.standing == plugin.CERTIFIED
+            assert standing.standing == coverage.CERTIFIED
             assert "the sum over 2 ranks has equal bits at all 7 row counts, the only ones" in standing.why
             assert {*asked} == {1, 2, 4, 8, 16, 32, 64}
 
@@ -494,7 +496,7 @@ def test_a_sum_over_four_ranks_at_proven_row_counts(toy: Toy, monkeypatch: pytes
     found = loaded(
         toy, nn.Sequential(toys.SiluAndMul()), **four, scheduler_config__max_num_batched_tokens=4096
     ).of_nondet
-    assert found[0].standing == plugin.CERTIFIED
+    assert found[0].standing == coverage.CERTIFIED
     assert f"equal bits at all {len(asked)} row counts, the only ones that it runs at" in found[0].why
     assert {1, 8, 64, 128, 4096} <= asked
     assert len(asked) < 60
@@ -553,7 +555,7 @@ def test_a_sum_that_fails_on_one_rank_ends_it(toy: Toy, monkeypatch: pytest.Monk
         return x + x
 
     group_of(toy, summed, 1)
-    monkeypatch.setenv(nondet.vllm.ALLOWED, "1")
+    monkeypatch.setenv(engines.ALLOWED, "1")
     for rows, why in ((range(99), "lost"), ((4,), "M=4: bell from row 0: RuntimeError: lost")):
         lost = {*rows}
         with pytest.raises(UserError, match=f"^the sum over ranks could not be tested: {why}"):
@@ -578,7 +580,7 @@ def test_a_kernel_of_its_own_runs_at_the_row_counts_that_are_proven(toy: Toy, mo
     alone = Fp8().apply(it[0], x)
     scheduled = {"max_num_batched_tokens": 16384, "max_num_seqs": 1024}
     worker = loaded(toy, it, **{f"scheduler_config__{name}": value for name, value in scheduled.items()})
-    assert {one.standing for one in worker.of_nondet} == {plugin.CERTIFIED}
+    assert {one.standing for one in worker.of_nondet} == {coverage.CERTIFIED}
     assert all(why.endswith("row counts, the only ones that it runs at") for *_, why in worker.of_nondet)
     proven = [{*method.rows} for method in methods]
     assert [max(rows) for rows in proven] == [16384, 1024]
@@ -594,7 +596,7 @@ def test_a_kernel_of_its_own_runs_at_the_row_counts_that_are_proven(toy: Toy, mo
     assert worker.compile_or_warm_up_model() == 1.5
     assert toys.LOG[-1] == "nondet: 1 of 1 layers that were looked for ran by nondet's operators."
     worker.fused = [it[0]]  # by a kernel at a row count that nothing proved
-    operators.watch()
+    layers.watch()
     with pytest.raises(UserError, match="1 layers reported as proven did not run by nondet's operators, the first 0"):
         worker.compile_or_warm_up_model()
     kept = weakref.ref(head)
@@ -605,7 +607,7 @@ def test_a_kernel_of_its_own_runs_at_the_row_counts_that_are_proven(toy: Toy, mo
 
 def test_a_coverage_file_keeps_what_it_says(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "coverage.jsonl"
-    monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
+    monkeypatch.setenv(engines.WRITTEN, str(path))
     assert loaded(toy, model()).loaded
     run, before = read_run(path), path.read_bytes()
     assert {(s.kind, s.standing): s.layers for s in run.layer_standings} == {
@@ -625,7 +627,7 @@ def test_a_coverage_file_keeps_what_it_says(toy: Toy, monkeypatch: pytest.Monkey
     assert sum(s.layers for s in read_run(beside).layer_standings) == 4
     assert f"nondet: coverage: nondet report {beside}" in toys.LOG
     for name in (str(path / "under" / "a-file.jsonl"), "/", f"{tmp_path}/{'x' * 300}.jsonl"):
-        monkeypatch.setenv(nondet.vllm.WRITTEN, name)
+        monkeypatch.setenv(engines.WRITTEN, name)
         toys.LOG.clear()
         assert loaded(toy, model()).loaded
         assert any(line.startswith("nondet: no coverage file: ") for line in toys.LOG)
@@ -656,22 +658,22 @@ def looked_at(it: nn.Module, **changes: Any) -> dict[str, tuple[str, str]]:
 
 def test_without_the_plugin_every_layer_s_own_kernel_is_asked() -> None:
     found = looked_at(nn.Sequential(Block(Fp8())))
-    assert found["QKVParallelLinear by Fp8"][0] == plugin.CERTIFIED
-    assert found["RMSNorm"] == (plugin.CERTIFIED, "its kernel gives equal bits at all 64 row counts")
-    assert found["SiluAndMul"][0] == plugin.ELEMENTWISE
-    assert found["Attention"] == (plugin.AT_RISK, "attention by SegmentsImpl, which is not proven")
+    assert found["QKVParallelLinear by Fp8"][0] == coverage.CERTIFIED
+    assert found["RMSNorm"] == (coverage.CERTIFIED, "its kernel gives equal bits at all 64 row counts")
+    assert found["SiluAndMul"][0] == coverage.ELEMENTWISE
+    assert found["Attention"] == (coverage.AT_RISK, "attention by SegmentsImpl, which is not proven")
     found = looked_at(nn.Sequential(Block(Fp8(parts=32)), HeadNorm(4), AddingNorm(8)))
-    assert found["QKVParallelLinear by Fp8"] == (plugin.AT_RISK, OTHER_BITS)
-    assert found["HeadNorm"][0] == found["AddingNorm"][0] == plugin.AT_RISK
+    assert found["QKVParallelLinear by Fp8"] == (coverage.AT_RISK, OTHER_BITS)
+    assert found["HeadNorm"][0] == found["AddingNorm"][0] == coverage.AT_RISK
     assert "M=1 and M=64" in found["AddingNorm"][1]
     found = looked_at(nn.Sequential(toys.RMSNorm(4)), model_config__get_num_kv_heads=None)
-    assert found["RMSNorm"][0] == plugin.AT_RISK
+    assert found["RMSNorm"][0] == coverage.AT_RISK
     assert "could not be tested" in found["RMSNorm"][1]
 
 
 def test_a_refused_model_is_refused_before_anything_is_proven(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     group_of(toy, lambda x: 1 / 0, 2)
-    monkeypatch.setattr(operators, "certify_product", None)
+    monkeypatch.setattr(layers, "certify_product", None)
     two = {"parallel_config__tensor_parallel_size": 2}
     with pytest.raises(UserError, match=r"1 layers are at risk, the first 3 .*attention by object"):
         loaded(toy, model(toys.Attention(object()), method=Fp8(parts=2)), **two)
@@ -685,7 +687,7 @@ def test_experts_go_by_the_token_alone(toy: Toy, monkeypatch: pytest.MonkeyPatch
     """vLLM's own take the order along K by the number of tokens: alone a token has other bits. Ours has the same."""
     torch.manual_seed(3)
     path = tmp_path / "coverage.jsonl"
-    monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
+    monkeypatch.setenv(engines.WRITTEN, str(path))
     it, x = toys.MoERunner(made=toy), torch.randn(12, 16)
     assert not compare.identical(it(x[:3]), it(x)[:3])
     before = it(x)
@@ -756,7 +758,7 @@ def test_other_experts_keep_vllms_kernels_and_are_at_risk(toy: Toy, monkeypatch:
         with pytest.raises(UserError, match=f"1 layers are at risk.*{named}"):
             loaded(toy, nn.Sequential(it), **FEW)
     assert proven == []
-    monkeypatch.setenv(nondet.vllm.ALLOWED, "1")
+    monkeypatch.setenv(engines.ALLOWED, "1")
     for change, _ in (OTHER_EXPERTS[0], OTHER_EXPERTS[5]):  # of the experts, and of their choice alone
         it = toys.MoERunner(made=toy)
         change(it)
@@ -834,19 +836,19 @@ def test_functions_and_a_cache_are_read_from_sources(tmp_path: Path, capsys: pyt
 
 
 def test_row_counts_reach_every_step() -> None:
-    counts = operators.row_counts([1, 2, 4, 8, 512], 8192)
+    counts = layers.row_counts([1, 2, 4, 8, 512], 8192)
     assert counts[:5] == [1, 2, 4, 8, 512]
     assert counts[-1] == 8192
     assert {576, 2048, 2304} <= set(counts)
     assert 2112 not in counts
-    assert operators.row_counts([1, 2, 1024], 100)[-1] == 100
-    assert operators.row_counts([], 600)[-1] == 600
+    assert layers.row_counts([1, 2, 1024], 100)[-1] == 100
+    assert layers.row_counts([], 600)[-1] == 600
 
 
 def test_a_product_is_padded_and_a_row_minds_no_neighbour(toy: Toy) -> None:
     """Any M, three dimensions, odd strides. At another place NumPy's products, the interpreter's, have other bits."""
     plugin.register()
-    operators.use_counts([1, 2, 4, 8, 16])
+    layers.use_counts([1, 2, 4, 8, 16])
     x, layer = torch.randn(16, 40), toys.LinearBase(40, 24, bias=True)
     apply = method(toy)().apply
     whole = apply(layer, x, layer.bias)

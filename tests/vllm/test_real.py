@@ -132,12 +132,13 @@ def _replaced(model: Any) -> int:
     import torch
 
     from nondet.core import compare
+    from nondet.engines.layers import use_counts
     from nondet.kernels.scaled import cpu
     from nondet.kernels.scaled.functions import quantize_row
     from nondet.vllm import operators
 
     layers = {name: one for name, one in model.named_modules() if getattr(one, "scheme", None) is not None}
-    operators.use_counts([4])
+    use_counts([4])
     for layer in layers.values():
         x = torch.randn(3, layer.input_size_per_partition, dtype=torch.bfloat16)
         before = layer.quant_method.apply(layer, x)

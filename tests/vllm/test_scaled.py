@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nondet.core import compare
+from nondet.engines import layers
 from nondet.errors import UserError
 from nondet.kernels import reference
 from nondet.kernels.scaled import cpu
@@ -182,4 +183,4 @@ def test_a_tracer_sees_the_shape(toy: Toy) -> None:
         asked = torch.ops.vllm.nondet_scaled_product
         assert asked(x, by_columns, torch.empty(1, N)).shape == (3, 5, N)
         assert asked(x, torch.empty(N, K, dtype=FLOAT8[0]), torch.empty(K // BLOCK, N // BLOCK)).shape == (3, 5, N)
-    assert operators.padded_rows(33) == 64
+    assert layers.padded_rows(33) == 64
