@@ -18,14 +18,11 @@ from nondet.reports.document import ALL, Bit, Block, Cells, Details, Heading, Pa
 from nondet.reports.text import counted, environment_line, number
 from nondet.verdict.findings import Finding, bounds_of, plural, subject_name, subject_unit
 from nondet.verdict.served import ArmEvidence, evidence, proven_tries, subjects
+from nondet.verdict.size import DEFECT, Size
 from nondet.verdict.wording import words
 
 Known = Mapping[tuple[str, int], Mapping[str, ArmEvidence]]  # by server and prompt, then by arm
 _COMPARISONS_MOST = 40
-# In nats. Rounding by itself explains neither a lead of the top token nor a change of a logprob that is larger.
-_FAR = 1.0
-_DEFECT = "Look for a defect, such as keys or positions of another request that are read"
-_STEP = 4.0  # rounding moves a token's lead about as far as it moves logprobs
 
 
 class Divergence(NamedTuple):
@@ -169,11 +166,14 @@ class Servers:
         return f"not tried: switch on the server's own ({modes})"
 
     @property
-    def gap(self) -> str:
-        """ "logprobs off by up to 0.047 at 44 requests", or ""."""
-        apart = [arm for arm in self.arms if arm.gap_requests]
-        largest, requests = max((arm.gap for arm in apart), default=0.0), sum(arm.gap_requests for arm in apart)
-        return f"logprobs off by up to {number(largest)} at {counted(requests)} requests" if apart else ""
+    def size(self) -> Size | None:
+        """How far answers differ; None where none does, or without logprobs of greedy tokens. The first answer after a
+        start may come from other settings, so it does not count."""
+        arms = [arm for arm in self.arms if arm.arm != "first" and arm.divergences]
+        if self.run.header.plan.get("sampling") or not any(arm.has_logprobs for arm in arms):
+            return None
+        margins = [d.margin for arm in arms for d, _ in arm.divergences if d.token is not None]
+        return Size(max(arm.gap for arm in arms), margins)
 
 
 def machine_line(run: Run) -> str:
@@ -202,7 +202,9 @@ def endpoint_blocks(servers: Servers, number_: int) -> list[Block]:
     if named:
         rows = [(name, *arm.cells) for name, arm in named]
         table = Table(_ARMS, rows, ("", *["cell"] * 9), unshown=_APART, clipped=True, only=ALL)
-        made += [Heading("Arms", level=4), Paragraph(_ARMS_NOTE, "soft"), table, *_not_rounding(servers.arms)]
+        made += [Heading("Arms", level=4), Paragraph(_ARMS_NOTE, "soft"), table]
+        if servers.size and servers.size.is_bug:
+            made.append(Paragraph(f"This is not rounding. {DEFECT}.", "warn", ALL))
     listed = servers.comparisons
     if len(listed) > _COMPARISONS_MOST:
         listed = [entry for entry in listed if entry[2].traces_off][:_COMPARISONS_MOST]
@@ -216,18 +218,6 @@ def endpoint_blocks(servers: Servers, number_: int) -> list[Block]:
     if left := len(servers.comparisons) - len(listed):
         made.append(Paragraph(f"… and {plural(left, 'more comparison')}, without a difference.", "soft"))
     return made
-
-
-def _size_of(arms: Sequence[Arm]) -> tuple[float, float]:
-    """The largest gap of a logprob, and the largest margin where tokens differ."""
-    return max((arm.gap for arm in arms), default=0.0), max((m for arm in arms for m in arm.margins), default=0.0)
-
-
-def _not_rounding(arms: Sequence[Arm]) -> list[Block]:
-    """A warning where answers differ by more than rounding explains: by the margin at a divergence, or a gap before."""
-    far = max(_size_of([arm for arm in arms if arm.arm != "first" and not arm.run.header.plan.get("sampling")]))
-    said = f"Some answers differ by {number(far)} nats: rounding does not do that. {_DEFECT}."
-    return [Paragraph(said, "warn", ALL)] if far > _FAR else []
 
 
 # What an issue calls the arms.
@@ -268,20 +258,13 @@ def issue_lines(servers: Servers, headline: str) -> list[str]:
 
 def _size(servers: Servers) -> str:
     """Whether what differs is as small as rounding makes it."""
-    arms, run = [arm for arm in servers.arms if arm.arm != "first"], servers.run
+    run, size = servers.run, servers.size
     if not any(c.traces_off for _, _, c in servers.comparisons):
         requests, loads = map(sum, zip(*(proven_tries(run, impl) for impl in servers.impls), strict=True))
         return f"nothing differed{words(bounds_of(requests, 'request', loads, 'load'))}" if loads else "no load formed"
-    if not any(arm.has_logprobs for arm in arms) or run.header.plan.get("sampling"):
-        return "rounding or a bug: not decided, because there are no logprobs of greedy tokens to compare"
-    gap, margin = _size_of(arms)
-    seen = f"logprobs differ by at most {number(gap)} nats, and the margin where tokens differ is at most "
-    seen += number(margin)
-    if max(gap, margin) > _FAR:
-        return f"**not rounding**: {seen}. {_DEFECT}"
-    if margin > _STEP * gap:
-        return f"rounding or a bug: not decided: {seen}, which is a larger step than any before it"
-    return f"as small as rounding makes it: {seen}"
+    if size is None:
+        return "rounding or a bug is not decided, because there are no logprobs of greedy tokens to compare"
+    return f"{size.text}. {DEFECT}" if size.is_bug else size.text
 
 
 def _contract(run: Run, impls: Sequence[str]) -> list[Block]:

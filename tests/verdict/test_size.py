@@ -1,0 +1,54 @@
+"""Rounding or a bug, by how far logprobs differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nondet.core.runfile import read_run
+from nondet.reports.content import RunSection
+from nondet.verdict.size import Size
+from tests.build import Command
+from tests.faults.models import FUNCTIONS, wrapped
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (Size(0.1, [0.12], "bfloat16"), "as small as rounding makes it: logprobs differ by up to 0.1 nats, the two"),
+        (Size(0.1, []), "as small as rounding makes it: logprobs differ by up to 0.1 nats"),
+        (Size(0.1, [], "float32"), "not rounding: logprobs differ by up to 0.1 nats"),
+        (Size(1e-5, [0.1], "float32"), "not rounding"),
+        (Size(0.001, [0.01], "float32"), "rounding or a bug is not decided"),
+        (Size(0.1, [None, 0.1]), "rounding or a bug is not decided"),
+        (Size(0.1, [3.0, None]), "not rounding"),
+    ],
+)
+def test_what_rounding_does(size: Size, said: str) -> None:
+    assert size.text.startswith(said)
+    assert size.beside("it differs").startswith("not rounding" if size.is_bug else "it differs; ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", "splits_by_rows", "wrong_tail", "shared_scale", "reads_neighbour", "batch_mean"])
+def test_a_planted_bug_is_no_rounding_in_float32(run: Command, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And another order of the same sums is."""
+    import nondet.sampling.model as models
+
+    load = models.load_model
+
+    def planted(*args: object, **how: object) -> models.LoadedModel:
+        made = load(*args, **how)
+        if fault:
+            wrapped(made.model, "model.layers.1.mlp.down_proj", FUNCTIONS[fault]).__enter__()
+        return made
+
+    monkeypatch.setattr(models, "load_model", planted)
+    few = ("--load", "others=6,targets=4,prompt=4-40,tokens=4-8", "--max-tokens", 8, "--dtype", "float32")
+    assert run("sample", "--n", 12, "--impl", "stock", *few, "--out", "a.jsonl")[0] == 0
+    found = RunSection(read_run(Path("a.jsonl")))
+    bug = fault not in ("", "splits_by_rows")
+    assert found.verdicts[0].is_fault
+    assert found.answer.startswith("not rounding: ") == bug
+    assert ("as small as rounding makes it" in found.answer) != bug
