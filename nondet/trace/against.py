@@ -32,15 +32,14 @@ from nondet.core.statistics import one_sided_bound
 from nondet.core.watch import bound_of
 from nondet.errors import UserError, one_line, reason_of
 from nondet.trace.align import aligned
-from nondet.trace.capture import (
+from nondet.trace.capture import FineCapture
+from nondet.trace.recorder import (
     Event,
     EventKey,
-    FineCapture,
     Sizes,
     Slot,
     StepRecord,
     changed_tensors,
-    copied,
     find_layers,
     tensors_in,
 )
@@ -115,42 +114,33 @@ class _Calls(FineCapture):
     def _begin(self, *_: Any) -> None:
         self._start(StepRecord(Sizes(0, 0, 0), 0, range(0), 0))
 
-    def _taken(self, out: Any) -> Any:
-        """What takes the place of this result, if its call was recorded."""
-        return self._seen(self._now.events.pop(), out) if self._now and self._now.events else out
-
-    def _leave(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        super()._leave(module, args, kwargs, output)
-        with torch._C.DisableTorchFunction():
-            return self._taken(output)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._taken(super().__torch_function__(func, types, args, kwargs))
+    def taken(self, event: Event, out: Any) -> Any:
+        self._record.events.pop()
+        with self.unseen():
+            return self._seen(event, out)
 
     def _attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
         return self._called(_ATTENTION, original)
 
     def _called(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def shown(out: Any) -> Any:
+            return out[:1] if name == _ATTENTION else out  # not its weights, which few kernels give
+
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._now is None:
+            if not self.sees:
                 return original(*args, **kwargs)
-
-            def call(*args: Any, **kwargs: Any) -> Any:
+            copies: dict[int, torch.Tensor] = {}
+            inputs = self.kept((*args, kwargs), copies)
+            with self.unseen():
                 out = original(*args, **kwargs)
-                return out[:1] if name == _ATTENTION else out  # not its weights, which few kernels give
-
-            with torch._C.DisableTorchFunction():
-                copies: dict[int, torch.Tensor] = {}
-                inputs, out = self._slots((*args, kwargs), copies), original(*args, **kwargs)
-                outputs = self._slots({"out": out[:1] if name == _ATTENTION else out})
-                event = self._record.add(self._where(), name, inputs, outputs)
-                event.function, event.args, event.kwargs = call, copied(args, copies), copied(kwargs, copies)
-                return self._taken(out)
+            event = self.add(name, inputs, {"out": shown(out)})
+            self.repeats(event, lambda *args, **kwargs: shown(original(*args, **kwargs)), args, kwargs, copies)
+            return self.taken(event, out)
 
         return run
 
-    def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None = None) -> list[Slot]:
+    def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None) -> list[Slot]:
         slots = super()._slots(value, copies)
         for slot, (_, tensor) in zip(slots, tensors_in(value), strict=True):
             if not slot.weight:

@@ -18,7 +18,7 @@ from nondet.core.measure import profile_variants
 from nondet.core.records import Replay
 from nondet.probes.reduction_order import MeasuredSum, NotASumError, of_attention, of_product, of_rows, trees_of
 from nondet.trace.align import Pair, Roles
-from nondet.trace.capture import Event, StepRecord, changed_tensors, tensors_in
+from nondet.trace.recorder import Event, StepRecord, changed_tensors, tensors_in
 
 Change = Callable[[str, torch.Tensor], torch.Tensor] | None  # path, tensor -> the tensor that replaces it
 Picked = Sequence[int] | None  # rows or keys of a call, in this order; None: all

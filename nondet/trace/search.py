@@ -26,7 +26,8 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, StepLog, Watcher
 from nondet.sampling.replay import minimal
 from nondet.trace.align import Finding, Pair, first_responsible, select
-from nondet.trace.capture import CoarseCapture, FineCapture, Owner, RowHashes, Sizes, StepRecord, add_hooks
+from nondet.trace.capture import CoarseCapture, FineCapture, Owner, RowHashes
+from nondet.trace.recorder import Sizes, StepRecord, add_hooks
 from nondet.trace.replays import RecordedCall, families_for, kernels_of, replays
 
 

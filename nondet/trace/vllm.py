@@ -16,27 +16,16 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nondet.core.compare import memory_of, row_hashes
+from nondet.core.compare import row_hashes
 from nondet.core.records import Culprit, TraceVerdict
 from nondet.sampling.plan import Outcome, Session, Span
 from nondet.trace.align import Pair
-from nondet.trace.capture import (
-    RowHashes,
-    Sizes,
-    Slot,
-    StepRecord,
-    add_hooks,
-    find_layers,
-    modules_of,
-    tensors_in,
-    with_starts,
-)
+from nondet.trace.capture import RowHashes, step_of
+from nondet.trace.recorder import Operators, Recorder, Slot, StepRecord, add_hooks, find_layers, modules_of, tensors_in
 from nondet.trace.search import Arm, NamedCall, Search, Site, culprit_sentence
 
-_MOST_BYTES, _LISTED = 2**26, 4  # of one tensor's copy, which no KV cache fits into; prefills that are named
-_CUT = Sizes(-1, -1, -1)  # every tensor was cut to the position's rows: no axis counts anything any more
+_LISTED = 4  # prefills that are named
 _ATTENTION = "Attention"  # the class of vLLM's attention layer, whose inputs are query, key and value
 
 
@@ -146,94 +135,55 @@ class Fine(Looker):
 
     def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
         """On the modules of the region, and a mode that sees the operators inside."""
-        recorder = _Recorder(self, model, parts)
-        add_hooks(stack, model, recorder.begin)
-        for path, module in modules_of(model, self.region):
-            add_hooks(stack, module, partial(recorder.enter, path), partial(recorder.leave, path))
+        rows = _Rows(self, parts)
+        add_hooks(stack, model, rows.begin)
+        rows.watch(model, modules_of(model, self.region), stack)
 
 
-class _Recorder(TorchDispatchMode):
-    """Modules by their hooks, and the operators that reach the dispatcher in them."""
+class _Rows(Recorder):
+    """Records what the position's rows are in each call; the mode is on inside of the region's modules, of which some
+    are called outside of the model's forward."""
 
-    def __init__(self, looker: Fine, model: Any, parts: Callable[[], list[Span]]) -> None:
-        super().__init__()
-        self._looker, self._parts = looker, parts
-        self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
-        self._open: list[tuple[str, list[Slot]]] = []
-        self._fresh: set[int] = set()  # new storages without contents
-        self._tokens = self._row = self._index = self._requests = 0
-        self._now: StepRecord | None = None
+    most_of_one = 2**26  # which no KV cache fits into
+
+    def __init__(self, looker: Fine, parts: Callable[[], list[Span]]) -> None:
+        super().__init__(looker.region)
+        self._looker, self._parts, self._mode = looker, parts, Operators(self)
 
     def begin(self, *_: Any) -> None:
         """Check whether the step is the one to record."""
         looker, step, self._now = self._looker, self._parts(), None
-        for index, (start, part) in enumerate(with_starts(step)):
-            if part.request == looker.request and part.first <= looker.position < part.first + part.rows:
-                self._row, self._index = start + looker.position - part.first, index
-                self._tokens, self._requests, looker.step = sum(p.rows for p in step), len(step), step
-                looker.record = self._now = StepRecord(_CUT, 0, range(0), 0, cut=True)
+        record = step_of(step, looker.request, looker.position)
+        if record.row >= 0:
+            record.predicted = [span.request for span in step].index(looker.request)
+            record.cut, looker.record, looker.step = True, record, step
+            self._start(record)
 
-    def enter(self, path: str, _module: Any, args: Any, kwargs: Any) -> None:
-        """At the beginning of a module; the first one turns the mode on."""
-        if self._now is not None:
-            with _disable_current_modes():
-                slots = self._slots([*args, *([kwargs] if kwargs else [])])
-            if not self._open:
-                self.__enter__()
-            self._open.append((path, slots))
+    def _enter(self, *given: Any) -> None:
+        if self._now is not None and not self._entered:
+            self._mode.__enter__()
+        super()._enter(*given)
 
-    def leave(self, path: str, module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        """At its end; that of the first one turns the mode off."""
-        if self._now is not None and self._open and self._open[-1][0] == path:
-            _, slots = self._open.pop()
-            if not self._open:
-                self.__exit__(None, None, None)
-            with _disable_current_modes():
-                self._now.add(path, type(module).__name__, slots, self._slots({"out": output}))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record an operator: what it writes is a result, what it reads an input."""
-        kwargs, schema = kwargs or {}, func._schema
-        written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
-            return func(*args, **kwargs)  # a view: nothing is computed
-        if "empty" in schema.name:  # it holds old memory
-            out = func(*args, **kwargs)
-            self._fresh.add(memory_of(out))
-            return out
-        given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | kwargs
-        fresh = {n for n in written if isinstance(given.get(n), torch.Tensor) and self._is_fresh(given[n])}
-        read = {n: v for n, v in given.items() if n not in fresh}
-        inputs = self._slots(read)
-        out = func(*args, **kwargs)
-        results = {"out": out} | {name: given[name] for name in sorted(written) if name in given}
-        if self._now is not None:
-            self._now.add(self._open[-1][0], schema.name, inputs, self._slots(results))
+    def _leave(self, *given: Any) -> Any:
+        inside = self._now is not None and bool(self._entered)
+        out = super()._leave(*given)
+        if inside and not self._entered:
+            self._mode.__exit__(None, None, None)
         return out
 
-    def _is_fresh(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing was written to it yet; from now on something is."""
-        storage = memory_of(tensor)
-        known = storage in self._fresh
-        self._fresh.discard(storage)
-        return known
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its rows, if the first axis counts tokens."""
+        record, count = self._record, tensor.shape[0] if tensor.dim() else 0
+        if count == record.sizes.predicted != record.sizes.tokens:  # rows of the logits
+            return tensor[record.predicted : record.predicted + 1]
+        each, rest = divmod(count, record.sizes.tokens)  # a token's heads may have rows of their own
+        return tensor if rest or not each else tensor[record.row * each : (record.row + 1) * each]
 
-    def _slots(self, value: Any) -> list[Slot]:
-        """The tensors, cut to the position's rows if their first axis counts tokens."""
-        made = []
-        for path, tensor in tensors_in(value):
-            weight = memory_of(tensor) in self._storages
-            mine = tensor.detach() if weight or not tensor.dim() else self._mine(tensor.detach())
-            kept = not weight and mine.numel() * mine.element_size() <= _MOST_BYTES
-            made.append(Slot(path, tuple(mine.shape), tensor.dtype, weight, mine.clone().cpu() if kept else None))
-        return made
-
-    def _mine(self, tensor: torch.Tensor) -> torch.Tensor:
-        count = tensor.shape[0]
-        if count == self._requests != self._tokens:  # rows of the logits
-            return tensor[self._index : self._index + 1]
-        each, rest = divmod(count, self._tokens)  # a token's heads may have rows of their own
-        return tensor if rest or not each else tensor[self._row * each : (self._row + 1) * each]
+    def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None) -> list[Slot]:
+        slots = super()._slots(value, copies)
+        for slot in slots:  # it goes to another process
+            slot.value = None if slot.value is None else slot.value.cpu()
+        return slots
 
 
 class VllmTrace(Search):
@@ -274,7 +224,6 @@ class VllmTrace(Search):
 
     def _replayed(self, culprit: Culprit, pair: Pair, records: Sequence[StepRecord]) -> NamedCall:
         """The named call with the sizes that its step had, which the records were cut from."""
-        tokens = [sum(part.rows for part in self._lookers[arm.name].step) for arm in (self.a, self.b)]
         given = [
             slot for slot in pair.a.inputs if not slot.weight and slot.dtype.is_floating_point and len(slot.shape) > 1
         ]
@@ -282,12 +231,12 @@ class VllmTrace(Search):
             culprit, **pair.a.key._asdict(),
             differences=dict(pair.unequal),
             kernels=[_operators_in(pair, record) for record in records],
-            shapes=[{slot.path: [count, *slot.shape[1:]] for slot in given} for count in tokens],
+            shapes=[{slot.path: [record.sizes.tokens, *slot.shape[1:]] for slot in given} for record in records],
             axes={slot.path: ["tokens", *[""] * (len(slot.shape) - 1)] for slot in given},
             not_understood=pair.not_understood,
         )  # fmt: skip
         self._control("step", None, _alongside(self._lookers[self.b.name]))
-        sentence = culprit_sentence(culprit, [Sizes(count, 0, 0) for count in tokens])
+        sentence = culprit_sentence(culprit, [record.sizes for record in records])
         return NamedCall(msgspec.structs.replace(culprit, sentence=sentence))
 
 
