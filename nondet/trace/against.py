@@ -1,7 +1,7 @@
 """Two implementations, operator by operator: a recording that one environment writes, and another compares itself with.
 
-A recording holds each call of a model, with its inputs and results, in forwards over the first token of a text, half of
-it, and all. The other side makes each of its own calls with the recorded inputs, so that a difference is the call's
+A recording holds each call of a model, with its inputs and results, in forwards over the first token of a text, a few,
+and all. The other side makes each of its own calls with the recorded inputs, so that a difference is the call's
 own. Then it runs from end to end, with results taken from the recording wherever their inputs have the recorded bits:
 if that gives the recorded logits, these operators are the whole difference.
 
@@ -19,11 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import msgspec
 import torch
 from msgspec import Meta
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save, save_file
 
 from nondet.core.compare import difference, digest, identical, parts_of
 from nondet.core.records import Control, Count, Difference, OperatorCompared, Record, Size, TraceVerdict
@@ -44,16 +46,21 @@ from nondet.trace.recorder import (
     tensors_in,
 )
 
+if TYPE_CHECKING:
+    from nondet.sampling.model import LoadedModel
+
 MOST_BYTES = 2 * 2**30  # of tensors in a recording: what is beyond is left out
+# Tokens of the longest forward, so that attention's sums go over several tiles of 128 keys; of the one before, at most.
+LONG, _FEW = 320, 64
 _TABLE_MOST = 64 * 2**20  # bytes of its table
-_FORMAT = "nondet-operators-1"
+_FORMAT = "nondet-operators-2"
 _WEIGHT = "weight"  # in the place of a tensor's name
 _MODULE = "(module)"  # what the call of a whole module is aligned by: its class may have another name
 _ATTENTION, _ROTARY = "attention", "apply_rotary_pos_emb"  # a function of the model's file, whatever has its name there
 _OTHER_WEIGHTS = "other weights"
 _UNSTEADY = "the logits change when the same tokens are computed again"
 _ALONE = "calls with other inputs, or that can't be made by themselves"
-_MASK = "4"  # attention's mask among its arguments, which not all kernels need
+_OPTIONAL = {"4", "5.position_ids"}  # attention's mask and positions among its arguments, which not all kernels need
 _SINGLES_MOST = 8  # operators that are taken from the recording one at a time
 Key = tuple[str, str]  # a module, "*" for each number in its name, and a call of its
 Text = Annotated[str, Meta(max_length=400)]
@@ -86,7 +93,12 @@ class Recorded(msgspec.Struct, frozen=True):
     @property
     def texts(self) -> list[list[int]]:
         """The tokens of each forward."""
-        return [self.tokens[:n] for n in sorted({1, max(1, len(self.tokens) // 2), len(self.tokens)})]
+        return texts_of(self.tokens)
+
+
+def texts_of(tokens: Sequence[int]) -> list[list[int]]:
+    """The first token of a recording's, half of them or few, and all."""
+    return [[*tokens[:n]] for n in sorted({1, max(1, min(_FEW, len(tokens) // 2)), len(tokens)})]
 
 
 class _Calls(FineCapture):
@@ -148,13 +160,17 @@ class _Calls(FineCapture):
         return slots
 
 
-def forward(model: Any, tokens: Sequence[int], seen: Callable[[Event, Any], Any] | None = None) -> torch.Tensor:
-    """The logits of a plain forward, each of whose calls `seen` gets."""
+def forward(
+    model: Any, tokens: Sequence[int], seen: Callable[[Event, Any], Any] | None = None, *, last: bool = False
+) -> torch.Tensor:
+    """The logits of a plain forward, only the last token's if `last`; `seen` gets each of its calls."""
     regions = ["embedding", *map(str, range(len(find_layers(model)))), "head"]
+    given: dict[str, Any] = {"logits_to_keep": 1} if last else {}
     with torch.no_grad(), ExitStack() as stack:
         for calls in [_Calls(region, seen) for region in regions] if seen else []:
             stack.enter_context(calls.attached(model, calls))
-        logits: torch.Tensor = model(input_ids=torch.tensor([[*tokens]], device=model.device), use_cache=False).logits
+        ids = torch.tensor([[*tokens]], device=model.device)
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False, **given).logits
     return logits
 
 
@@ -165,42 +181,79 @@ def _weights(model: Any) -> dict[str, str]:
     return {path: digest(*of) for path, of in parts.items() if of}
 
 
-def record(model: Any, tokens: Sequence[int], path: Path, about: Mapping[str, Any], most: int = MOST_BYTES) -> Recorded:
-    """Write a recording; `about` has its last three fields. Raises UserError: the model's logits change when they are
-    computed again, or the disk is full."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+class Kept:
+    """The calls of a recording's forwards, and their tensors by digest, of which so many bytes at most."""
 
-    kept: dict[str, torch.Tensor] = {}
-    made = Recorded(_FORMAT, [*tokens], [], [], _weights(model), 0, **about)
+    def __init__(self, most: int) -> None:
+        self.calls: list[list[Call]] = []
+        self.logits: list[str] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._left = most
 
-    def name_of(tensor: torch.Tensor | None, *, whatever: bool = False) -> str:
+    def name(self, tensor: torch.Tensor | None, *, whatever: bool = False) -> str:
+        """Its digest, with the tensor kept; "" where it is left out, because it is larger than what is left."""
         name = "" if tensor is None else digest(tensor)
-        if tensor is not None and name not in kept:
-            if not whatever and sum(x.nbytes for x in kept.values()) + tensor.nbytes > most:
+        if tensor is not None and name not in self.tensors:
+            if not whatever and tensor.nbytes > self._left:
                 return ""
-            kept[name] = tensor.detach().cpu().contiguous()
+            self._left -= tensor.nbytes
+            self.tensors[name] = tensor.detach().cpu().contiguous()
         return name
 
-    def seen(event: Event, out: Any) -> Any:
-        inputs = {slot.path: _WEIGHT if slot.weight else name_of(slot.value) for slot in event.inputs}
-        outputs = [name_of(slot.value) for slot in event.outputs]
-        made.calls[-1].append(Call(*event.key[:2], event.of_module, inputs, outputs, _constants(event)))
-        return out
+    def __getstate__(self) -> dict[str, Any]:
+        """To another process in one piece: each tensor by itself takes a file's descriptor."""
+        return {**vars(self), "tensors": save(self.tensors)}
 
-    for text in made.texts:
-        made.calls.append([])
-        made.logits.append(name_of(forward(model, text), whatever=True))
-        if digest(forward(model, text, seen)) != made.logits[-1]:
-            raise UserError(_UNSTEADY, "Find out why: nondet trace.")
-    left_out = sum("" in (*call.inputs.values(), *call.outputs) for calls in made.calls for call in calls)
-    made = msgspec.structs.replace(made, left_out=left_out)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, tensors=load(state["tensors"]))
+
+    def add(self, event: Event) -> None:
+        """Keep a call of the last forward."""
+        inputs = {slot.path: _WEIGHT if slot.weight else self.name(slot.value) for slot in event.inputs}
+        outputs = [self.name(slot.value) for slot in event.outputs]
+        self.calls[-1].append(Call(*event.key[:2], event.of_module, inputs, outputs, _constants(event)))
+
+
+def text_of(loaded: LoadedModel, prompt: Sequence[int], new: int, least: int = 0) -> list[int]:
+    """A prompt and its completion, repeated until there are `least` tokens, or the context ends."""
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt]], device=loaded.device)
+        text: list[int] = loaded.model.generate(ids, do_sample=False, max_new_tokens=new)[0].tolist()
+    wanted = max(len(text), min(least, loaded.context or least))
+    return (text * -(-wanted // len(text)))[:wanted]
+
+
+def record(
+    model: Any, tokens: Sequence[int], path: Path, about: Mapping[str, Any], kept: Kept | None = None
+) -> Recorded:
+    """Write a recording; `about` has its last three fields, and `kept` what another engine's forwards gave. Raises
+    UserError: the model's logits change when they are computed again, or the disk is full."""
+    made = Recorded(_FORMAT, [*tokens], [], [], _weights(model), 0, **about)
+    kept = kept or played(model, made.texts)
+    left_out = sum("" in (*call.inputs.values(), *call.outputs) for calls in kept.calls for call in calls)
+    made = msgspec.structs.replace(made, calls=kept.calls, logits=kept.logits, left_out=left_out)
     with replacing(path) as scratch:
         try:
-            save_file(kept, str(scratch), metadata={"nondet": msgspec.json.encode(made).decode()})
+            save_file(kept.tensors, str(scratch), metadata={"nondet": msgspec.json.encode(made).decode()})
         except SafetensorError as error:
             raise UserError(f"{path} can't be written: {one_line(str(error), 120)}", "Make room.") from error
     return made
+
+
+def played(model: Any, texts: Sequence[Sequence[int]], most: int = MOST_BYTES) -> Kept:
+    """The model's forwards over the texts. Raises UserError: the logits change when they are computed again."""
+    kept = Kept(most)
+
+    def seen(event: Event, out: Any) -> Any:
+        kept.add(event)
+        return out
+
+    for text in texts:
+        kept.calls.append([])
+        kept.logits.append(kept.name(forward(model, text), whatever=True))
+        if digest(forward(model, text, seen)) != kept.logits[-1]:
+            raise UserError(_UNSTEADY, "Find out why: nondet trace.")
+    return kept
 
 
 def _constants(event: Event) -> dict[str, str]:
@@ -209,8 +262,6 @@ def _constants(event: Event) -> dict[str, str]:
 
 def read_recording(path: Path) -> tuple[Recorded, dict[str, torch.Tensor]]:
     """A recording and its tensors. Raises UserError: it is missing, damaged, or none."""
-    from safetensors import SafetensorError, safe_open
-
     hint = "Write it with nondet trace --record, in the other environment."
     try:
         regular(path)
@@ -373,6 +424,8 @@ class Against:
         self._wholes: set[str] = set()  # modules that were compared as a whole
         self._explained: set[Key] = set()  # modules that differ because a call inside does
         self._partners: list[dict[EventKey, Call]] = []  # of each forward
+        one = [recording[1][name].shape[1:2] == (1,) for name in self.made.logits]
+        self._run = functools.partial(forward, model, last=all(one))  # vLLM gives one token's
         mine, theirs = _weights(model), {renamed(path, names): held for path, held in self.made.weights.items()}
         self._other = {path for path, held in theirs.items() if mine.get(path, held) != held}  # with other weights
 
@@ -382,7 +435,7 @@ class Against:
         most, known = max(self.made.tokens), self.model.get_input_embeddings().num_embeddings
         if most >= known:
             raise UserError(f"the recording has token {most}, and this model {known} tokens", "Give its model.")
-        logits = [forward(self.model, text) for text in self.made.texts]
+        logits = [self._run(text) for text in self.made.texts]
         for text, calls, before in zip(self.made.texts, self.made.calls, logits, strict=True):
             if not identical(self._forward(text, calls), before):
                 raise UserError(_UNSTEADY, "Find out why: nondet trace.")
@@ -410,7 +463,7 @@ class Against:
         def numbered(module: str, name: str, whole: bool, number: int) -> Event:
             return Event(EventKey(module, _MODULE if whole else name, number), [], [])
 
-        logits = forward(self.model, text, seen)
+        logits = self._run(text, seen)
         mine = [numbered(*e.key[:2], e.of_module, i) for i, e in enumerate(events)]
         theirs = [numbered(renamed(c.module, self._names), c.name, c.whole, i) for i, c in enumerate(calls)]
         pairs = {b.key.occurrence: a.key.occurrence for a, b in aligned(theirs, mine, [])}
@@ -456,10 +509,10 @@ class Against:
 
     def _given(self, event: Event, call: Call) -> dict[str, torch.Tensor] | str:
         """The recorded inputs under the paths of the model's own call; or why it can't be made with them."""
-        own, theirs = {slot.path: slot for slot in event.inputs}, call.inputs
-        if {*own} ^ {*theirs} == {_MASK} and event.key.call == _ATTENTION:
-            own, theirs = {**own}, {**theirs}
-            own.pop(_MASK, None), theirs.pop(_MASK, None)
+        own, theirs = {slot.path: slot for slot in event.inputs}, {**call.inputs}
+        if event.key.call == _ATTENTION and (single := own.keys() ^ theirs.keys()) <= _OPTIONAL:
+            for path in single:
+                own.pop(path, None), theirs.pop(path, None)
         if len(own) != len(theirs) or event.function is None:
             return _ALONE
         if own.keys() != theirs.keys():  # by keyword on one side
@@ -497,7 +550,7 @@ class Against:
         for taken in [*singles, [*differing]]:
             away.clear()
             runs = zip(self.made.texts, self._partners, strict=True)
-            logits = [forward(self.model, text, self._replacing(taken, partners, away)) for text, partners in runs]
+            logits = [self._run(text, self._replacing(taken, partners, away)) for text, partners in runs]
             if not self._gap(logits):
                 which = _said(taken[0]) if len(taken) == 1 else f"all {len(taken)} operators that differ"
                 return f"taking {which} from the recording gives its logits, bit for bit"

@@ -10,23 +10,42 @@ Nothing is replaced, and no prefix is cached.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
 
 from nondet.core.compare import row_hashes
 from nondet.core.records import Culprit, TraceVerdict
-from nondet.sampling.plan import Outcome, Session, Span
+from nondet.errors import UserError
+from nondet.sampling.plan import PRESETS, Outcome, Request, Session, Span
+from nondet.trace.against import MOST_BYTES, Kept
 from nondet.trace.align import Pair
 from nondet.trace.capture import RowHashes, step_of
-from nondet.trace.recorder import Operators, Recorder, Slot, StepRecord, add_hooks, find_layers, modules_of, tensors_in
-from nondet.trace.search import Arm, NamedCall, Search, Site, culprit_sentence
+from nondet.trace.recorder import (
+    Event,
+    EventKey,
+    Operators,
+    Recorder,
+    Sizes,
+    Slot,
+    StepRecord,
+    add_hooks,
+    find_layers,
+    modules_of,
+    tensors_in,
+)
+from nondet.trace.search import Arm, NamedCall, Search, Site, culprit_sentence, logits_at_fault
+
+if TYPE_CHECKING:
+    from nondet.sampling.model import LoadedModel
 
 _LISTED = 4  # prefills that are named
-_ATTENTION = "Attention"  # the class of vLLM's attention layer, whose inputs are query, key and value
+# classes of vLLM's: the attention layer, whose inputs are query, key and value, and what makes logits
+_ATTENTION, _LOGITS = "Attention", "LogitsProcessor"
 
 
 def parts_of(batch: Any, counts: Mapping[str, int]) -> list[Span]:
@@ -92,7 +111,7 @@ class Coarse(RowHashes, Looker):
                 if name.startswith(f"{path}.") and type(inner).__name__ == _ATTENTION:
                     add_hooks(stack, inner, partial(self._given, [f"{i}.q", f"{i}.k", f"{i}.v"]))
         for _, module in model.named_modules():
-            if type(module).__name__ == "LogitsProcessor":
+            if type(module).__name__ == _LOGITS:
                 add_hooks(stack, module, after=self._logits)
 
     def _begin(self, step: list[Span], args: Any, kwargs: Any) -> None:
@@ -184,6 +203,88 @@ class _Rows(Recorder):
         for slot in slots:  # it goes to another process
             slot.value = None if slot.value is None else slot.value.cpu()
         return slots
+
+
+class Whole(Looker):
+    """Every module's call in each step of a session, in transformers' form, as a recording has them."""
+
+    def __init__(self, most: int) -> None:
+        self.kept = Kept(most)
+
+    def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
+        """On all modules."""
+        modules = _Modules(self.kept, getattr(model, "packed_modules_mapping", {}))
+        add_hooks(stack, model, modules.begin)
+        modules.watch(model, [(path, module) for path, module in model.named_modules() if path], stack)
+
+
+class _Modules(Recorder):
+    def __init__(self, kept: Kept, packed: Mapping[str, Sequence[str]]) -> None:
+        super().__init__("")
+        self._kept, self._packed = kept, packed
+
+    def begin(self, *_: Any) -> None:
+        """A step begins."""
+        self._kept.calls.append([])
+        self._start(StepRecord(Sizes(0, 0, 0), 0, range(0), 0))
+
+    def taken(self, event: Event, out: Any) -> Any:
+        self._bytes = 0
+        self._record.events.pop()
+        for call in as_transformers(event, self._packed):
+            self._kept.add(call)
+            if call.key.call == _LOGITS:
+                self._kept.logits.append(self._kept.name(call.outputs[0].value, whatever=True))
+        return out
+
+
+def as_transformers(event: Event, packed: Mapping[str, Sequence[str]]) -> Iterator[Event]:
+    """A module's call as transformers makes it: with an axis for the batch, a product for each of those that are
+    `packed` in one, a norm of a sum that was made before it, and attention by heads. None where the module is given
+    positions: transformers gives it cosines and sines."""
+    module: Any = event.function
+    (path, kind, _), name = event.key, event.key.module.rpartition(".")[2]
+    given = [slot.value for slot in event.inputs if slot.value is not None]
+    out = [slot.value for slot in event.outputs if slot.value is not None]
+
+    def slot(path: str, x: torch.Tensor) -> Slot:
+        x = x[None] if x.is_floating_point() else x[None].long()
+        return Slot(path, tuple(x.shape), x.dtype, False, x)
+
+    def call(path: str, kind: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Event:
+        whole = kind != "attention"  # a function, whose first argument is the module
+        read = [slot(str(i), x) for i, x in enumerate(inputs, 1 - whole)]
+        return Event(EventKey(path, kind, 0), read, [slot("out", x) for x in outputs], of_module=whole)
+
+    if module is None or not given or not out or (len(given) > 1 and not all(x.is_floating_point() for x in given)):
+        return
+    if kind == _ATTENTION:
+        heads = [x.view(len(x), -1, module.head_size) for x in (*given[:3], out[0])]
+        yield call(path.rpartition(".")[0], "attention", [x.transpose(0, 1) for x in heads[:3]], heads[3:])
+    elif name in packed:
+        for part, piece in zip(packed[name], out[0].split(module.output_sizes, -1), strict=True):
+            yield call(path.removesuffix(name) + part, kind, given, [piece])
+    elif kind.endswith("RMSNorm") and len(given) == len(out) == 2:
+        yield call(path, kind, out[1:], out[:1])
+    else:
+        yield call("lm_head" if kind == _LOGITS else path, kind, given, out)
+
+
+def played(loaded: LoadedModel, impl: str, texts: Sequence[Sequence[int]]) -> Kept:
+    """The forwards of vLLM over the texts, one request after the other. Raises UserError: it did not start, or its
+    answers change when it is recorded."""
+    from nondet.vllm.engine import VllmEngine
+
+    longest = len(texts[-1]) + 1
+    load = replace(PRESETS["none"], budget=longest)
+    requests = [Request(f"t{i}", True, tuple(text), 1, i) for i, text in enumerate(texts)]
+    arm, whole = Arm("recorded", requests[0].id, requests, load), cast("Any", Whole(MOST_BYTES))
+    with closing(VllmEngine(loaded, load, longest)) as engine, engine.implementation(impl):
+        sessions = arm.run(engine, every=True), arm.run(engine, whole, every=True)
+    if (note := logits_at_fault(*sessions)) or not len(whole.kept.calls) == len(whole.kept.logits) == len(texts):
+        raise UserError(note or "vLLM's steps are not one for each text", "Find out why: nondet trace --engine vllm.")
+    kept: Kept = whole.kept
+    return kept
 
 
 class VllmTrace(Search):
