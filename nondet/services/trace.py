@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -292,13 +292,14 @@ def _record(request: TraceRequest, path: Path, sink: Sink) -> Path:
     from nondet.core.environment import collect
     from nondet.sampling.implementations import implementation
     from nondet.sampling.model import check_lengths
-    from nondet.trace.against import LONG, MOST_BYTES, record, text_of, texts_of
+    from nondet.trace.against import LONG, MOST_BYTES, Play, record, text_of
 
     text, of_vllm = prompt_text(request.prompt, request.prompt_file), request.engine == "vllm"
     loaded = open_model(request, sink)
     prompt = loaded.encode(text)
     check_lengths(loaded, prompt, request.max_tokens)
-    made, kept = collect(), None
+    made = collect()
+    play: Play | None = None
     of = [f"{name} {made[name]}" for name in ("torch", "transformers", "cpu", "gpu") if made.get(name)]
     made_by = ", ".join([*["vLLM"][:of_vllm], loaded.name, loaded.dtype, request.impls[0], *of])[:400]
     about = {"dtype": loaded.dtype, "threads": torch.get_num_threads(), "made_by": made_by}
@@ -308,8 +309,8 @@ def _record(request: TraceRequest, path: Path, sink: Sink) -> Path:
         if of_vllm:
             from nondet.trace.vllm import played
 
-            kept = played(loaded, request.impls[0], texts_of(tokens))
-        recorded = record(loaded.model, tokens, path, about, kept)
+            play = partial(played, loaded, request.impls[0])
+        recorded = record(loaded.model, tokens, path, about, play)
     calls = sum(map(len, recorded.calls))
     left = f"; {recorded.left_out:,} calls without their numbers, beyond {MOST_BYTES >> 30} GiB"
     sink.say(

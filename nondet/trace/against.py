@@ -35,16 +35,7 @@ from nondet.core.watch import bound_of
 from nondet.errors import UserError, one_line, reason_of
 from nondet.trace.align import aligned
 from nondet.trace.capture import FineCapture
-from nondet.trace.recorder import (
-    Event,
-    EventKey,
-    Sizes,
-    Slot,
-    StepRecord,
-    changed_tensors,
-    find_layers,
-    tensors_in,
-)
+from nondet.trace.recorder import Event, EventKey, Slot, StepRecord, changed_tensors, copied, find_layers, tensors_in
 
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
@@ -64,6 +55,7 @@ _OPTIONAL = {"4", "5.position_ids"}  # attention's mask and positions among its 
 _SINGLES_MOST = 8  # operators that are taken from the recording one at a time
 Key = tuple[str, str]  # a module, "*" for each number in its name, and a call of its
 Text = Annotated[str, Meta(max_length=400)]
+Seen = Callable[[Event, Any], Any]  # takes a call and its result, and gives what takes the result's place
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -92,20 +84,14 @@ class Recorded(msgspec.Struct, frozen=True):
 
     @property
     def texts(self) -> list[list[int]]:
-        """The tokens of each forward."""
-        return texts_of(self.tokens)
-
-
-def texts_of(tokens: Sequence[int]) -> list[list[int]]:
-    """The first token of a recording's, half of them or few, and all."""
-    return [[*tokens[:n]] for n in sorted({1, max(1, min(_FEW, len(tokens) // 2)), len(tokens)})]
+        """The tokens of each forward: the first one, half of them or few, and all."""
+        return [self.tokens[:n] for n in sorted({1, max(1, min(_FEW, len(self.tokens) // 2)), len(self.tokens)})]
 
 
 class _Calls(FineCapture):
-    """The calls of one region in a plain forward. Each is given to `seen` as it ends, with its result; what that
-    returns takes the result's place."""
+    """The calls of one region in a plain forward, for `seen`."""
 
-    def __init__(self, region: str, seen: Callable[[Event, Any], Any]) -> None:
+    def __init__(self, region: str, seen: Seen) -> None:
         super().__init__("", 0, region)
         self._seen = seen
         self.pack = ()  # of a step's log: there is no schedule here
@@ -124,12 +110,7 @@ class _Calls(FineCapture):
             yield
 
     def _begin(self, *_: Any) -> None:
-        self._start(StepRecord(Sizes(0, 0, 0), 0, range(0), 0))
-
-    def taken(self, event: Event, out: Any) -> Any:
-        self._record.events.pop()
-        with self.unseen():
-            return self._seen(event, out)
+        self.start(StepRecord.whole())
 
     def _attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
         return self._called(_ATTENTION, original)
@@ -137,6 +118,9 @@ class _Calls(FineCapture):
     def _called(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def shown(out: Any) -> Any:
             return out[:1] if name == _ATTENTION else out  # not its weights, which few kernels give
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            return shown(original(*args, **kwargs))
 
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +131,7 @@ class _Calls(FineCapture):
             with self.unseen():
                 out = original(*args, **kwargs)
             event = self.add(name, inputs, {"out": shown(out)})
-            self.repeats(event, lambda *args, **kwargs: shown(original(*args, **kwargs)), args, kwargs, copies)
+            self.repeats(event, again, copied(args, copies), copied(kwargs, copies))
             return self.taken(event, out)
 
         return run
@@ -160,9 +144,7 @@ class _Calls(FineCapture):
         return slots
 
 
-def forward(
-    model: Any, tokens: Sequence[int], seen: Callable[[Event, Any], Any] | None = None, *, last: bool = False
-) -> torch.Tensor:
+def forward(model: Any, tokens: Sequence[int], seen: Seen | None = None, *, last: bool = False) -> torch.Tensor:
     """The logits of a plain forward, only the last token's if `last`; `seen` gets each of its calls."""
     regions = ["embedding", *map(str, range(len(find_layers(model)))), "head"]
     given: dict[str, Any] = {"logits_to_keep": 1} if last else {}
@@ -207,11 +189,15 @@ class Kept:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, tensors=load(state["tensors"]))
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event, out: Any = None) -> Any:
         """Keep a call of the last forward."""
         inputs = {slot.path: _WEIGHT if slot.weight else self.name(slot.value) for slot in event.inputs}
         outputs = [self.name(slot.value) for slot in event.outputs]
         self.calls[-1].append(Call(*event.key[:2], event.of_module, inputs, outputs, _constants(event)))
+        return out
+
+
+Play = Callable[[Sequence[Sequence[int]]], Kept]  # an engine's forwards over texts
 
 
 def text_of(loaded: LoadedModel, prompt: Sequence[int], new: int, least: int = 0) -> list[int]:
@@ -224,12 +210,12 @@ def text_of(loaded: LoadedModel, prompt: Sequence[int], new: int, least: int = 0
 
 
 def record(
-    model: Any, tokens: Sequence[int], path: Path, about: Mapping[str, Any], kept: Kept | None = None
+    model: Any, tokens: Sequence[int], path: Path, about: Mapping[str, Any], play: Play | None = None
 ) -> Recorded:
-    """Write a recording; `about` has its last three fields, and `kept` what another engine's forwards gave. Raises
+    """Write a recording; `about` has its last three fields, and `play` gives another engine's forwards. Raises
     UserError: the model's logits change when they are computed again, or the disk is full."""
     made = Recorded(_FORMAT, [*tokens], [], [], _weights(model), 0, **about)
-    kept = kept or played(model, made.texts)
+    kept = (play or functools.partial(played, model))(made.texts)
     left_out = sum("" in (*call.inputs.values(), *call.outputs) for calls in kept.calls for call in calls)
     made = msgspec.structs.replace(made, calls=kept.calls, logits=kept.logits, left_out=left_out)
     with replacing(path) as scratch:
@@ -243,15 +229,10 @@ def record(
 def played(model: Any, texts: Sequence[Sequence[int]], most: int = MOST_BYTES) -> Kept:
     """The model's forwards over the texts. Raises UserError: the logits change when they are computed again."""
     kept = Kept(most)
-
-    def seen(event: Event, out: Any) -> Any:
-        kept.add(event)
-        return out
-
     for text in texts:
         kept.calls.append([])
         kept.logits.append(kept.name(forward(model, text), whatever=True))
-        if digest(forward(model, text, seen)) != kept.logits[-1]:
+        if digest(forward(model, text, kept.add)) != kept.logits[-1]:
             raise UserError(_UNSTEADY, "Find out why: nondet trace.")
     return kept
 
@@ -558,9 +539,7 @@ class Against:
         what = "taking all that differ from the recording" if differing else "code between the calls"
         return f"{what} gives other logits than the recorded ones{where}"
 
-    def _replacing(
-        self, taken: Sequence[Key], partners: Mapping[EventKey, Call], away: list[EventKey]
-    ) -> Callable[[Event, Any], Any]:
+    def _replacing(self, taken: Sequence[Key], partners: Mapping[EventKey, Call], away: list[EventKey]) -> Seen:
         def seen(event: Event, out: Any) -> Any:
             call = partners.get(event.key)
             given = "" if call is None else self._given(event, call)
@@ -619,21 +598,11 @@ class Against:
 
 
 def _row(key: Key, of: Sequence[Compared]) -> OperatorCompared:
-    found = [one.difference for one in of if one.difference is not None]
+    found, worst = [one.difference for one in of if one.difference is not None], max(of, key=_gravity)
     far = max(found, key=lambda d: (d.nonfinite, d.max_ulp), default=None)
-    worst = max(of, key=_gravity)
-    return OperatorCompared(
-        number=0,
-        module=key[0],
-        call=key[1],
-        calls=len(of),
-        differing=len(found),
-        difference=far,
-        elements=sum(one.elements for one in of),
-        verdict=worst.verdict,
-        times=worst.times,
-        bound=worst.bound,
-    )
+    counts = {"calls": len(of), "differing": len(found), "elements": sum(one.elements for one in of)}
+    about = {"verdict": worst.verdict, "times": worst.times, "bound": worst.bound, "difference": far}
+    return OperatorCompared(number=0, module=key[0], call=key[1], **counts, **about)
 
 
 def said_of(row: OperatorCompared) -> str:

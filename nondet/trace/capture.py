@@ -270,15 +270,9 @@ class FineCapture(Recorder):
             number = int(self.region)
             self._window, whole = window_of(model.config.get_text_config(), number), layers[number]
         with ExitStack() as stack:
-            if self.region == "head":
-                add_hooks(stack, layers[-1], after=self._begin)
-            else:
-                add_hooks(stack, whole, before=self._begin)
+            add_hooks(stack, *((layers[-1], None, self._begin) if self.region == "head" else (whole, self._begin)))
             self.watch(model, modules_of(model, self.region), stack)
-            if self.region == "embedding":
-                add_hooks(stack, layers[0], before=self._end)
-            else:
-                add_hooks(stack, whole, after=self._end)
+            add_hooks(stack, *((layers[0], self._end) if self.region == "embedding" else (whole, None, self._end)))
             stack.enter_context(wrapped_cache_update(self._wrap_update))
             stack.enter_context(wrapped_attention(self._attention))
             yield
@@ -293,10 +287,11 @@ class FineCapture(Recorder):
             if len(self.shapes) >= _SHAPE_STEPS:
                 del self.shapes[1]  # steps near the position are kept, and the first
             record.row = -1
-        self._start(record)
+        self.start(record)
 
-    def _start(self, record: StepRecord) -> None:
-        super()._start(record)
+    def start(self, record: StepRecord) -> None:
+        """With the mode on."""
+        super().start(record)
         self._read = list[Slot]()  # what attention's cache gave
         self._mode.__enter__()
 

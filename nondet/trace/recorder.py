@@ -90,6 +90,11 @@ class StepRecord:
     cut: bool = False
     _count: Counter[tuple[str, str]] = field(default_factory=Counter)
 
+    @classmethod
+    def whole(cls) -> StepRecord:
+        """Of a plain forward, of which everything is kept."""
+        return cls(Sizes(0, 0, 0), 0, range(0), 0)
+
     def add(self, module: str, call: str, inputs: list[Slot], outputs: list[Slot]) -> Event:
         """Append a call, numbered among the calls of the same function in its module."""
         event = Event(EventKey(module, call, self._count[module, call]), inputs, outputs)
@@ -157,17 +162,16 @@ def add_hooks(stack: ExitStack, module: Any, before: Any = None, after: Any = No
 
 
 class Recorder:
-    """Records the calls of a region while a step is under way. A subclass decides which steps: from `_start` on, until
-    `_now` is None; and where `mode`, which sees the calls inside of modules, is on."""
+    """Records the calls of a region while a step is under way: from `start` on, until `_now` is None. With `seen` none
+    is kept: each is given to it as it ends, with its result, and what that returns takes the result's place."""
 
     # Bytes of copies of one step; beyond them calls are recorded without their tensors, and the record is marked.
     most_bytes = 4 * 2**30
     most_of_one = most_bytes  # of one tensor, which is left out if it has more
 
-    def __init__(self, region: str) -> None:
-        self.region = region
+    def __init__(self, region: str, seen: Callable[[Event, Any], Any] | None = None) -> None:
+        self.region, self._seen, self._paused = region, seen, 0
         self._now: StepRecord | None = None
-        self._paused = 0
 
     @property
     def sees(self) -> bool:
@@ -190,7 +194,8 @@ class Recorder:
             enter, leave = functools.partial(self._enter, path), functools.partial(self._leave, path)
             add_hooks(stack, module, enter, leave)
 
-    def _start(self, record: StepRecord) -> None:
+    def start(self, record: StepRecord) -> None:
+        """Record the calls from here on."""
         self._now, self._bytes = record, 0
         # modules, with what they were given, and that again for replays
         self._entered: list[tuple[str, list[Slot], tuple[Any, Any] | None]] = []
@@ -215,30 +220,29 @@ class Recorder:
         outputs = self.kept({"out": output if not isinstance(output, dict) else list(output.values())})
         event = self._record.add(path, type(module).__name__, inputs, outputs)
         event.of_module = True
-        if given is not None and self._repeatable:
-            event.function, (event.args, event.kwargs) = module, given
+        if given is not None:
+            self.repeats(event, module, *given)
         return self.taken(event, output)
 
     def add(self, name: str, inputs: list[Slot], results: Any) -> Event:
         """Record a call of the innermost module: what it read, and its results."""
         return self._record.add(self._where(), name, inputs, self.kept(results))
 
-    def repeats(self, event: Event, function: Any, args: Any, kwargs: Any, copies: dict[int, torch.Tensor]) -> None:
-        """Note what a replay calls, if its arguments were copied."""
-        if self._repeatable:
-            event.function, event.args, event.kwargs = function, copied(args, copies), copied(kwargs, copies)
+    def repeats(self, event: Event, function: Any, args: Any, kwargs: Any) -> None:
+        """Note what a replay calls, if this step's arguments are copies."""
+        if self._record.row >= 0 and not self._record.limited and not self._record.cut:
+            event.function, event.args, event.kwargs = function, args, kwargs
 
-    def taken(self, _event: Event, out: Any) -> Any:
+    def taken(self, event: Event, out: Any) -> Any:
         """What takes the place of a call's result."""
-        return out
+        if self._seen is None:
+            return out
+        self._record.events.pop()
+        with self.unseen():
+            return self._seen(event, out)
 
     def _where(self) -> str:
         return self._entered[-1][0] if self._entered else self.region
-
-    @property
-    def _repeatable(self) -> bool:
-        """Whether the arguments of this step's calls were copied."""
-        return self._record.row >= 0 and not self._record.limited and not self._record.cut
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is kept of a tensor that is no weight."""
@@ -294,7 +298,7 @@ class Functions(TorchFunctionMode):
         constants = dict(enumerate(args)) | kwargs
         event.constants = {str(k): v for k, v in constants.items() if isinstance(v, bool | int | float | str)}
         if not writes:
-            self._recorder.repeats(event, func, args, kwargs, copies)
+            self._recorder.repeats(event, func, copied(args, copies), copied(kwargs, copies))
         return self._recorder.taken(event, out)
 
 
@@ -330,18 +334,12 @@ class Operators(TorchDispatchMode):
             return out
         writes = sorted(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
         given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | kwargs
-        fresh = {n for n in writes if isinstance(given.get(n), torch.Tensor) and self._is_fresh(given[n])}
-        inputs = self._recorder.kept({name: value for name, value in given.items() if name not in fresh})
+        memory = {name: memory_of(given[name]) for name in writes if isinstance(given.get(name), torch.Tensor)}
+        inputs = self._recorder.kept({n: value for n, value in given.items() if memory.get(n) not in self._fresh})
+        self._fresh.difference_update(memory.values())
         out = func(*args, **kwargs)
         self._recorder.add(schema.name, inputs, {"out": out} | {name: given[name] for name in writes if name in given})
         return out
-
-    def _is_fresh(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing was written to it yet; from now on something is."""
-        storage = memory_of(tensor)
-        known = storage in self._fresh
-        self._fresh.discard(storage)
-        return known
 
 
 def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:

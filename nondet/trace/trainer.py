@@ -129,7 +129,7 @@ class _Trainer(FineCapture):
         row, at = self._row, self._row.start + self.position
         oldest = 0 if self._window is None else max(0, self.position - self._window + 1)
         sizes = Sizes(row.width, row.width, row.width)
-        self._start(StepRecord(sizes, at, range(row.start + oldest, at + 1), at))
+        self.start(StepRecord(sizes, at, range(row.start + oldest, at + 1), at))
 
     def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None) -> list[Slot]:
         row, slots = self._row, super()._slots(value, copies)

@@ -30,7 +30,6 @@ from nondet.trace.recorder import (
     EventKey,
     Operators,
     Recorder,
-    Sizes,
     Slot,
     StepRecord,
     add_hooks,
@@ -104,12 +103,12 @@ class Coarse(RowHashes, Looker):
         """On the model, its layers, their attention, and what makes logits."""
         layers = find_layers(model)
         add_hooks(stack, model, lambda _, args, kwargs: self._begin(parts(), args, kwargs), self._end)
-        add_hooks(stack, layers[0][1], partial(self._given, ["input"]))
+        add_hooks(stack, layers[0][1], lambda _m, args, kwargs: self.note("input", *self._floats([args, kwargs])))
         for i, (path, layer) in enumerate(layers):
             add_hooks(stack, layer, after=lambda _m, _a, _k, out, i=i: self.note(f"{i}.out", *self._floats(out)))
             for name, inner in model.named_modules():
                 if name.startswith(f"{path}.") and type(inner).__name__ == _ATTENTION:
-                    add_hooks(stack, inner, partial(self._given, [f"{i}.q", f"{i}.k", f"{i}.v"]))
+                    add_hooks(stack, inner, partial(self._keys, i))
         for _, module in model.named_modules():
             if type(module).__name__ == _LOGITS:
                 add_hooks(stack, module, after=self._logits)
@@ -125,13 +124,9 @@ class Coarse(RowHashes, Looker):
         rows = sum(span.rows for span in self._spans)
         return [tensor[:rows] for _, tensor in tensors_in(value) if tensor.is_floating_point()]
 
-    def _given(self, names: Sequence[str], _module: Any, args: Any, kwargs: Any) -> None:
-        """Hash what a module is given: each tensor under its name, or all under the only one."""
-        tensors = self._floats([args, kwargs])
-        if len(names) == 1:
-            self.note(names[0], *tensors)
-        for name, tensor in zip(names, tensors, strict=False) if len(names) > 1 else ():
-            self.note(name, tensor)
+    def _keys(self, layer: int, _module: Any, args: Any, kwargs: Any) -> None:
+        for name, tensor in zip("qkv", self._floats([args, kwargs]), strict=False):
+            self.note(f"{layer}.{name}", tensor)
 
     def _end(self, *_: Any) -> None:
         self.keep(self._spans)
@@ -176,7 +171,7 @@ class _Rows(Recorder):
         if record.row >= 0:
             record.predicted = [span.request for span in step].index(looker.request)
             record.cut, looker.record, looker.step = True, record, step
-            self._start(record)
+            self.start(record)
 
     def _enter(self, *given: Any) -> None:
         if self._now is not None and not self._entered:
@@ -213,29 +208,22 @@ class Whole(Looker):
 
     def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
         """On all modules."""
-        modules = _Modules(self.kept, getattr(model, "packed_modules_mapping", {}))
-        add_hooks(stack, model, modules.begin)
+        kept, packed = self.kept, getattr(model, "packed_modules_mapping", {})
+
+        def begin(*_: Any) -> None:
+            kept.calls.append([])
+            modules.start(StepRecord.whole())
+
+        def seen(event: Event, out: Any) -> Any:
+            for call in as_transformers(event, packed):
+                kept.add(call)
+                if call.key.call == _LOGITS:
+                    kept.logits.append(kept.name(call.outputs[0].value, whatever=True))
+            return out
+
+        modules = Recorder("", seen)
+        add_hooks(stack, model, begin)
         modules.watch(model, [(path, module) for path, module in model.named_modules() if path], stack)
-
-
-class _Modules(Recorder):
-    def __init__(self, kept: Kept, packed: Mapping[str, Sequence[str]]) -> None:
-        super().__init__("")
-        self._kept, self._packed = kept, packed
-
-    def begin(self, *_: Any) -> None:
-        """A step begins."""
-        self._kept.calls.append([])
-        self._start(StepRecord(Sizes(0, 0, 0), 0, range(0), 0))
-
-    def taken(self, event: Event, out: Any) -> Any:
-        self._bytes = 0
-        self._record.events.pop()
-        for call in as_transformers(event, self._packed):
-            self._kept.add(call)
-            if call.key.call == _LOGITS:
-                self._kept.logits.append(self._kept.name(call.outputs[0].value, whatever=True))
-        return out
 
 
 def as_transformers(event: Event, packed: Mapping[str, Sequence[str]]) -> Iterator[Event]:

@@ -21,7 +21,7 @@ from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.sampling.plan import Load, Outcome, Request, Session, Span, parse_load
 from nondet.services.trace import TraceRequest
-from nondet.trace.against import Against, read_recording, record, texts_of
+from nondet.trace.against import Against, Kept, read_recording, record
 from nondet.trace.search import Arm
 from nondet.trace.vllm import VllmTrace, Whole, parts_of
 from tests.trace.conftest import model_of
@@ -373,16 +373,21 @@ def test_a_recording_of_vllm_is_read_by_transformers(tmp_path: Path, monkeypatch
     path, about = tmp_path / "v.safetensors", {"dtype": "float32", "threads": 1, "made_by": "a toy of vLLM"}
 
     def compared(fault: Any = None) -> tuple[TraceVerdict, list[OperatorCompared], str]:
-        toy, whole = Fused(model), Whole(2**24)
+        toy = Fused(model)
         for layer in toy.model.layers if fault else ():
             layer.get_submodule(fault).off = 1.01
-        with ExitStack() as stack, torch.inference_mode():
-            whole.put(toy, list, stack)
-            for text in texts_of(tokens):
-                hidden = toy(torch.tensor(text, dtype=torch.int32), torch.arange(len(text)))
-                toy.logits_processor(toy.head[0], hidden[-1:])
-        kept = pickle.loads(pickle.dumps(whole)).kept  # noqa: S301 - as it returns from vLLM's process
-        record(model, tokens, path, about, kept)
+
+        def play(texts: Sequence[Sequence[int]]) -> Kept:
+            whole = Whole(2**24)
+            with ExitStack() as stack, torch.inference_mode():
+                whole.put(toy, list, stack)
+                for text in texts:
+                    hidden = toy(torch.tensor(text, dtype=torch.int32), torch.arange(len(text)))
+                    toy.logits_processor(toy.head[0], hidden[-1:])
+            kept: Kept = pickle.loads(pickle.dumps(whole)).kept  # noqa: S301 - as it returns from vLLM's process
+            return kept
+
+        record(model, tokens, path, about, play)
         *records, verdict = Against(model, read_recording(path), {}).run()
         assert isinstance(verdict, TraceVerdict)
         listed = "; ".join(r.name for r in records if isinstance(r, Control))
