@@ -136,12 +136,10 @@ class _Calls(FineCapture):
 
         return run
 
-    def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None) -> list[Slot]:
-        slots = super()._slots(value, copies)
-        for slot, (_, tensor) in zip(slots, tensors_in(value), strict=True):
-            if not slot.weight:
-                slot.layout = tensor.stride(), tensor.data_ptr() % 64 // tensor.element_size()
-        return slots
+    def _noted(self, slot: Slot, tensor: torch.Tensor) -> Slot:
+        if not slot.weight:
+            slot.layout = tensor.stride(), tensor.data_ptr() % 64 // tensor.element_size()
+        return slot
 
 
 def forward(model: Any, tokens: Sequence[int], seen: Seen | None = None, *, last: bool = False) -> torch.Tensor:

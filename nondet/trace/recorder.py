@@ -1,15 +1,10 @@
-"""What is kept of one step, whichever the engine: the calls in one region of the model, with their tensors, in order of
-time.
+"""What is kept of one step, whichever the engine: the calls in one region of the model, with their tensors.
 
 A region is one layer, or what comes before the first ("embedding") or after the last ("head"). A call is a module as a
-whole, or what its code calls, which a mode of torch's sees, inside the model's forward and in the engine's own thread:
-
-- `Functions`: torch's functions as the model's Python calls them (`linear`, `scaled_dot_product_attention`,
-  `Tensor.mul`), before the dispatcher decomposes them, so that a call is what `batch_invariant()` replaces.
-- `Operators`: what reaches the dispatcher, with schemas that name what is written: the operators of vLLM among them.
-
-What neither sees (a Triton launch, another library's write) shows as a module with equal inputs and different outputs
-while no call inside it is responsible.
+whole, or what its code calls, as a mode of torch's sees it in the engine's own thread: `Functions` before the
+dispatcher decomposes it (`linear`, `Tensor.mul`), so that it is what `batch_invariant()` replaces; `Operators` in the
+dispatcher, other libraries' among them. What neither sees (a Triton launch, another library's write) shows as a module
+with equal inputs and different outputs while no call inside it is responsible.
 """
 
 from __future__ import annotations
@@ -171,7 +166,7 @@ class Recorder:
 
     def __init__(self, region: str, seen: Callable[[Event, Any], Any] | None = None) -> None:
         self.region, self._seen, self._paused = region, seen, 0
-        self._now: StepRecord | None = None
+        self._now: Any = None  # the running step's record
 
     @property
     def sees(self) -> bool:
@@ -200,12 +195,6 @@ class Recorder:
         # modules, with what they were given, and that again for replays
         self._entered: list[tuple[str, list[Slot], tuple[Any, Any] | None]] = []
 
-    @property
-    def _record(self) -> StepRecord:
-        if self._now is None:
-            raise RuntimeError("no step is recorded")
-        return self._now
-
     def _enter(self, path: str, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if self.sees:
             own, copies = _plain(kwargs), dict[int, torch.Tensor]()
@@ -218,7 +207,7 @@ class Recorder:
             return output
         _, inputs, given = self._entered.pop()
         outputs = self.kept({"out": output if not isinstance(output, dict) else list(output.values())})
-        event = self._record.add(path, type(module).__name__, inputs, outputs)
+        event = self._now.add(path, type(module).__name__, inputs, outputs)
         event.of_module = True
         if given is not None:
             self.repeats(event, module, *given)
@@ -226,47 +215,47 @@ class Recorder:
 
     def add(self, name: str, inputs: list[Slot], results: Any) -> Event:
         """Record a call of the innermost module: what it read, and its results."""
-        return self._record.add(self._where(), name, inputs, self.kept(results))
+        where, outputs = self._entered[-1][0] if self._entered else self.region, self.kept(results)
+        event: Event = self._now.add(where, name, inputs, outputs)
+        return event
 
     def repeats(self, event: Event, function: Any, args: Any, kwargs: Any) -> None:
         """Note what a replay calls, if this step's arguments are copies."""
-        if self._record.row >= 0 and not self._record.limited and not self._record.cut:
+        if self._now.row >= 0 and not self._now.limited and not self._now.cut:
             event.function, event.args, event.kwargs = function, args, kwargs
 
     def taken(self, event: Event, out: Any) -> Any:
         """What takes the place of a call's result."""
         if self._seen is None:
             return out
-        self._record.events.pop()
+        self._now.events.pop()
         with self.unseen():
             return self._seen(event, out)
-
-    def _where(self) -> str:
-        return self._entered[-1][0] if self._entered else self.region
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is kept of a tensor that is no weight."""
         return tensor
 
+    def _noted(self, slot: Slot, _tensor: torch.Tensor) -> Slot:
+        """What else is noted of a tensor."""
+        return slot
+
     def kept(self, value: Any, copies: dict[int, torch.Tensor] | None = None) -> list[Slot]:
         """The tensors in arguments or results, with copies as far as they are wanted; `copies` finds them by id."""
+        record, slots = self._now, []
         with self.unseen():
-            return self._slots(value, copies)
-
-    def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None) -> list[Slot]:
-        record, slots = self._record, []
-        for path, tensor in tensors_in(value):
-            weight = memory_of(tensor) in self._storages
-            part = tensor if weight else self._part(tensor.detach())
-            slot, size = Slot(path, tuple(part.shape), tensor.dtype, weight), part.numel() * part.element_size()
-            if record.row >= 0 and not weight and size <= self.most_of_one:
-                self._bytes += size
-                record.limited = record.limited or self._bytes > self.most_bytes
-                if not record.limited:
-                    slot.value = part.clone()
-                    if copies is not None:
-                        copies[id(tensor)] = slot.value
-            slots.append(slot)
+            for path, tensor in tensors_in(value):
+                weight = memory_of(tensor) in self._storages
+                part = tensor if weight else self._part(tensor.detach())
+                slot, size = Slot(path, tuple(part.shape), tensor.dtype, weight), part.numel() * part.element_size()
+                if record.row >= 0 and not weight and size <= self.most_of_one:
+                    self._bytes += size
+                    record.limited = record.limited or self._bytes > self.most_bytes
+                    if not record.limited:
+                        slot.value = part.clone()
+                        if copies is not None:
+                            copies[id(tensor)] = slot.value
+                slots.append(self._noted(slot, tensor))
         return slots
 
 

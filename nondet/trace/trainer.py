@@ -131,15 +131,13 @@ class _Trainer(FineCapture):
         sizes = Sizes(row.width, row.width, row.width)
         self.start(StepRecord(sizes, at, range(row.start + oldest, at + 1), at))
 
-    def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None) -> list[Slot]:
-        row, slots = self._row, super()._slots(value, copies)
-        for slot in slots:
-            step = {row.batch: 1, row.batch * row.width: row.width}.get(slot.shape[0] if slot.shape else 0)
-            if row.batch > 1 and step and not slot.weight:
-                slot.shape = (step, *slot.shape[1:])
-                if slot.value is not None:
-                    slot.value = slot.value[row.row * step : (row.row + 1) * step]
-        return slots
+    def _noted(self, slot: Slot, _tensor: torch.Tensor) -> Slot:
+        row = self._row
+        step = {row.batch: 1, row.batch * row.width: row.width}.get(slot.shape[0] if slot.shape else 0)
+        if row.batch > 1 and step and not slot.weight:
+            slot.shape = (step, *slot.shape[1:])
+            slot.value = None if slot.value is None else slot.value[row.row * step : (row.row + 1) * step]
+        return slot
 
     def _cached(self, key: torch.Tensor, value: torch.Tensor) -> list[Slot]:
         slots = self.kept({"keys": key, "values": value})

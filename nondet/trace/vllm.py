@@ -187,17 +187,15 @@ class _Rows(Recorder):
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its rows, if the first axis counts tokens."""
-        record, count = self._record, tensor.shape[0] if tensor.dim() else 0
+        record, count = self._now, tensor.shape[0] if tensor.dim() else 0
         if count == record.sizes.predicted != record.sizes.tokens:  # rows of the logits
             return tensor[record.predicted : record.predicted + 1]
         each, rest = divmod(count, record.sizes.tokens)  # a token's heads may have rows of their own
         return tensor if rest or not each else tensor[record.row * each : (record.row + 1) * each]
 
-    def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None) -> list[Slot]:
-        slots = super()._slots(value, copies)
-        for slot in slots:  # it goes to another process
-            slot.value = None if slot.value is None else slot.value.cpu()
-        return slots
+    def _noted(self, slot: Slot, _tensor: torch.Tensor) -> Slot:
+        slot.value = None if slot.value is None else slot.value.cpu()  # it goes to another process
+        return slot
 
 
 class Whole(Looker):
