@@ -53,18 +53,11 @@ class RecordedCall:
             return None
         flat = {role for roles in pair.roles.values() for role in roles}
         axis = "tokens" if "tokens" in flat else "predicted" if "predicted" in flat else ""
-        predicted = axis == "predicted"
-        return cls(
-            function=event.function,
-            args=event.args,
-            kwargs=event.kwargs,
-            roles=pair.roles,
-            axis=axis,
-            row=record.predicted if predicted else record.row,
-            rows=record.sizes.predicted if predicted else record.sizes.tokens,
-            visible=record.columns,
-            keys=record.sizes.keys if "keys" in flat else 0,
-        )
+        row, rows = record.row, record.sizes.tokens
+        if axis == "predicted":
+            row, rows = record.predicted, record.sizes.predicted
+        keys = record.sizes.keys if "keys" in flat else 0
+        return cls(event.function, event.args, event.kwargs, pair.roles, axis, row, rows, record.columns, keys)
 
     def run(
         self, rows: Picked = None, columns: Picked = None, change: Change = None, *, row: int | None = None

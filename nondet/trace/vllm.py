@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import torch
 
 from nondet.core.compare import row_hashes
@@ -37,7 +36,7 @@ from nondet.trace.recorder import (
     modules_of,
     tensors_in,
 )
-from nondet.trace.search import Arm, NamedCall, Search, Site, culprit_sentence, logits_at_fault
+from nondet.trace.search import Arm, NamedCall, Search, Site, logits_at_fault, named
 
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
@@ -311,20 +310,12 @@ class VllmTrace(Search):
 
     def _replayed(self, culprit: Culprit, pair: Pair, records: Sequence[StepRecord]) -> NamedCall:
         """The named call with the sizes that its step had, which the records were cut from."""
-        given = [
-            slot for slot in pair.a.inputs if not slot.weight and slot.dtype.is_floating_point and len(slot.shape) > 1
-        ]
-        culprit = msgspec.structs.replace(
-            culprit, **pair.a.key._asdict(),
-            differences=dict(pair.unequal),
-            kernels=[_operators_in(pair, record) for record in records],
-            shapes=[{slot.path: [record.sizes.tokens, *slot.shape[1:]] for slot in given} for record in records],
-            axes={slot.path: ["tokens", *[""] * (len(slot.shape) - 1)] for slot in given},
-            not_understood=pair.not_understood,
-        )  # fmt: skip
         self._control("step", None, _alongside(self._lookers[self.b.name]))
-        sentence = culprit_sentence(culprit, [record.sizes for record in records])
-        return NamedCall(msgspec.structs.replace(culprit, sentence=sentence))
+        given = [s for s in pair.a.inputs if not s.weight and s.dtype.is_floating_point and len(s.shape) > 1]
+        shapes = [{slot.path: [record.sizes.tokens, *slot.shape[1:]] for slot in given} for record in records]
+        axes = {slot.path: ["tokens", *[""] * (len(slot.shape) - 1)] for slot in given}
+        kernels = [_operators_in(pair, record) for record in records]
+        return NamedCall(named(culprit, pair, records, kernels=kernels, shapes=shapes, axes=axes))
 
 
 def _operators_in(pair: Pair, record: StepRecord) -> list[str]:
