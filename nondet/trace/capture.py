@@ -17,7 +17,7 @@ from nondet.errors import UserError
 from nondet.kernels.dispatch.transformers_attention import window_of
 from nondet.sampling.plan import Span, StepLog
 from nondet.sampling.schedule import requested_logits
-from nondet.trace.recorder import Functions, Recorder, Sizes, Slot, StepRecord, add_hooks, find_layers, modules_of
+from nondet.trace.recorder import Functions, Recorder, Sizes, Slot, StepRecord, add_hooks, find_layers
 
 
 def watch_layers(stack: ExitStack, layers: Sequence[Any], note: Callable[[str, torch.Tensor], None]) -> None:
@@ -88,6 +88,8 @@ def with_starts(step: Iterable[Span]) -> Iterator[tuple[int, Span]]:
 class RowHashes:
     """What a coarse pass keeps of a session, step by step. The user of the class decides which rows are whose."""
 
+    _kept = 0
+
     def __init__(self) -> None:
         self.names: list[str] = []  # hashed at each position, in the order of computation: "input", "3.k", "3.out", ...
         self.rows: dict[Owner, Hashes] = {}  # one hash for each name
@@ -95,7 +97,6 @@ class RowHashes:
         # request -> position -> other owners of what that request read there
         self.foreign: dict[str, dict[int, set[Owner]]] = {}
         self.full = False  # whether a limit stopped the keeping of hashes
-        self._kept = 0
         self._step: dict[str, torch.Tensor] = {}
 
     def note(self, name: str, *tensors: torch.Tensor) -> None:
@@ -254,6 +255,7 @@ class FineCapture(Recorder):
         self.site: StepRecord | None = None  # the step that computes the position, once it ran
         self.shapes: list[StepRecord] = []  # other steps, of which only shapes are kept
         self._mode, self._after = Functions(self), 0
+        self._read = list[Slot]()  # what attention's cache gave
 
     @property
     def done(self) -> bool:
@@ -271,7 +273,7 @@ class FineCapture(Recorder):
             self._window, whole = window_of(model.config.get_text_config(), number), layers[number]
         with ExitStack() as stack:
             add_hooks(stack, *((layers[-1], None, self._begin) if self.region == "head" else (whole, self._begin)))
-            self.watch(model, modules_of(model, self.region), stack)
+            self.watch(model, stack)
             add_hooks(stack, *((layers[0], self._end) if self.region == "embedding" else (whole, None, self._end)))
             stack.enter_context(wrapped_cache_update(self._wrap_update))
             stack.enter_context(wrapped_attention(self._attention))
@@ -288,12 +290,6 @@ class FineCapture(Recorder):
                 del self.shapes[1]  # steps near the position are kept, and the first
             record.row = -1
         self.start(record)
-
-    def start(self, record: StepRecord) -> None:
-        """With the mode on."""
-        super().start(record)
-        self._read = list[Slot]()  # what attention's cache gave
-        self._mode.__enter__()
 
     def _end(self, *_: Any) -> None:
         if self._now is None:

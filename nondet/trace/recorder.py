@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -164,9 +164,13 @@ class Recorder:
     most_bytes = 4 * 2**30
     most_of_one = most_bytes  # of one tensor, which is left out if it has more
 
+    _now: Any = None  # the running step's record
+    _mode: Any = None  # that is on while a step is recorded
+    _seen: Callable[[Event, Any], Any] | None = None
+    _paused = 0
+
     def __init__(self, region: str, seen: Callable[[Event, Any], Any] | None = None) -> None:
-        self.region, self._seen, self._paused = region, seen, 0
-        self._now: Any = None  # the running step's record
+        self.region, self._seen = region, seen
 
     @property
     def sees(self) -> bool:
@@ -182,10 +186,11 @@ class Recorder:
         finally:
             self._paused -= 1
 
-    def watch(self, model: Any, modules: Iterable[tuple[str, Any]], stack: ExitStack) -> None:
-        """Add hooks to modules of the model; closing the stack removes them."""
+    def watch(self, model: Any, stack: ExitStack) -> None:
+        """Add hooks to the region's modules, or to all; closing the stack removes them."""
         self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
-        for path, module in modules:
+        every = [(path, module) for path, module in model.named_modules() if path]
+        for path, module in modules_of(model, self.region) if self.region else every:
             enter, leave = functools.partial(self._enter, path), functools.partial(self._leave, path)
             add_hooks(stack, module, enter, leave)
 
@@ -194,6 +199,8 @@ class Recorder:
         self._now, self._bytes = record, 0
         # modules, with what they were given, and that again for replays
         self._entered: list[tuple[str, list[Slot], tuple[Any, Any] | None]] = []
+        if self._mode is not None:
+            self._mode.__enter__()
 
     def _enter(self, path: str, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if self.sees:

@@ -21,21 +21,10 @@ from nondet.core.compare import row_hashes
 from nondet.core.records import Culprit, TraceVerdict
 from nondet.errors import UserError
 from nondet.sampling.plan import PRESETS, Outcome, Request, Session, Span
-from nondet.trace.against import MOST_BYTES, Kept
+from nondet.trace.against import MOST_BYTES, Call, Kept
 from nondet.trace.align import Pair
 from nondet.trace.capture import RowHashes, step_of
-from nondet.trace.recorder import (
-    Event,
-    EventKey,
-    Operators,
-    Recorder,
-    Slot,
-    StepRecord,
-    add_hooks,
-    find_layers,
-    modules_of,
-    tensors_in,
-)
+from nondet.trace.recorder import Event, Operators, Recorder, Slot, StepRecord, add_hooks, find_layers, tensors_in
 from nondet.trace.search import Arm, NamedCall, Search, Site, logits_at_fault, named
 
 if TYPE_CHECKING:
@@ -90,13 +79,15 @@ class Looker:
         """Add the hooks; closing the stack removes them."""
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is sent: modes and modules, under names with _, stay in their process."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
 
 class Coarse(RowHashes, Looker):
     """Hashes of each row of a step; no prefix is cached, so that each row is its request's own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._spans: list[Span] = []
+    _spans: Sequence[Span] = ()
 
     def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
         """On the model, its layers, their attention, and what makes logits."""
@@ -137,51 +128,43 @@ class Coarse(RowHashes, Looker):
                 self.logits[span.request, span.first + span.rows - 1] = hashed
 
 
-class Fine(Looker):
-    """Every call inside one layer in the step that computes one position, of that position's rows; `record` and `step`,
-    its requests, are None and empty until it ran."""
+class Fine(Looker, Recorder):
+    """Every call in one region in the step that computes one position, of that position's rows; `record` and `step`,
+    its requests, are None and empty until it ran. The mode is on inside of the region's modules, of which some are
+    called outside of the model's forward."""
+
+    most_of_one = 2**26  # which no KV cache fits into
 
     def __init__(self, request: str, position: int, region: str) -> None:
-        self.request, self.position, self.region = request, position, region
+        super().__init__(region)
+        self.request, self.position = request, position
         self.record: StepRecord | None = None
         self.step: list[Span] = []
 
     def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
         """On the modules of the region, and a mode that sees the operators inside."""
-        rows = _Rows(self, parts)
-        add_hooks(stack, model, rows.begin)
-        rows.watch(model, modules_of(model, self.region), stack)
+        self._inside = Operators(self)
+        add_hooks(stack, model, lambda *_: self._begin(parts()))
+        self.watch(model, stack)
 
-
-class _Rows(Recorder):
-    """Records what the position's rows are in each call; the mode is on inside of the region's modules, of which some
-    are called outside of the model's forward."""
-
-    most_of_one = 2**26  # which no KV cache fits into
-
-    def __init__(self, looker: Fine, parts: Callable[[], list[Span]]) -> None:
-        super().__init__(looker.region)
-        self._looker, self._parts, self._mode = looker, parts, Operators(self)
-
-    def begin(self, *_: Any) -> None:
+    def _begin(self, step: list[Span]) -> None:
         """Check whether the step is the one to record."""
-        looker, step, self._now = self._looker, self._parts(), None
-        record = step_of(step, looker.request, looker.position)
+        self._now, record = None, step_of(step, self.request, self.position)
         if record.row >= 0:
-            record.predicted = [span.request for span in step].index(looker.request)
-            record.cut, looker.record, looker.step = True, record, step
+            record.predicted = [span.request for span in step].index(self.request)
+            record.cut, self.record, self.step = True, record, step
             self.start(record)
 
     def _enter(self, *given: Any) -> None:
         if self._now is not None and not self._entered:
-            self._mode.__enter__()
+            self._inside.__enter__()
         super()._enter(*given)
 
     def _leave(self, *given: Any) -> Any:
         inside = self._now is not None and bool(self._entered)
         out = super()._leave(*given)
         if inside and not self._entered:
-            self._mode.__exit__(None, None, None)
+            self._inside.__exit__(None, None, None)
         return out
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -205,54 +188,47 @@ class Whole(Looker):
 
     def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
         """On all modules."""
-        kept, packed = self.kept, getattr(model, "packed_modules_mapping", {})
+        packed = getattr(model, "packed_modules_mapping", {})
 
         def begin(*_: Any) -> None:
-            kept.calls.append([])
+            self.kept.calls.append([])
             modules.start(StepRecord.whole())
 
         def seen(event: Event, out: Any) -> Any:
-            for call in as_transformers(event, packed):
-                kept.add(call)
-                if call.key.call == _LOGITS:
-                    kept.logits.append(kept.name(call.outputs[0].value, whatever=True))
+            self.kept.calls[-1] += in_transformers_form(event, packed, self.kept)
             return out
 
         modules = Recorder("", seen)
         add_hooks(stack, model, begin)
-        modules.watch(model, [(path, module) for path, module in model.named_modules() if path], stack)
+        modules.watch(model, stack)
 
 
-def as_transformers(event: Event, packed: Mapping[str, Sequence[str]]) -> Iterator[Event]:
+def in_transformers_form(event: Event, packed: Mapping[str, Sequence[str]], kept: Kept) -> Iterator[Call]:
     """A module's call as transformers makes it: with an axis for the batch, a product for each of those that are
     `packed` in one, a norm of a sum that was made before it, and attention by heads. None where the module is given
     positions: transformers gives it cosines and sines."""
     module: Any = event.function
-    (path, kind, _), name = event.key, event.key.module.rpartition(".")[2]
-    given = [slot.value for slot in event.inputs if slot.value is not None]
-    out = [slot.value for slot in event.outputs if slot.value is not None]
-
-    def slot(path: str, x: torch.Tensor) -> Slot:
-        x = x[None] if x.is_floating_point() else x[None].long()
-        return Slot(path, tuple(x.shape), x.dtype, False, x)
-
-    def call(path: str, kind: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Event:
-        whole = kind != "attention"  # a function, whose first argument is the module
-        read = [slot(str(i), x) for i, x in enumerate(inputs, 1 - whole)]
-        return Event(EventKey(path, kind, 0), read, [slot("out", x) for x in outputs], of_module=whole)
-
+    path, kind, _ = event.key
+    parent, _, name = path.rpartition(".")
+    slots = [[slot.value for slot in of if slot.value is not None] for of in (event.inputs, event.outputs)]
+    given, out = ([x[None] if x.is_floating_point() else x[None].long() for x in of] for of in slots)
     if module is None or not given or not out or (len(given) > 1 and not all(x.is_floating_point() for x in given)):
         return
-    if kind == _ATTENTION:
-        heads = [x.view(len(x), -1, module.head_size) for x in (*given[:3], out[0])]
-        yield call(path.rpartition(".")[0], "attention", [x.transpose(0, 1) for x in heads[:3]], heads[3:])
+    made, whole = {path: (given, out)}, kind != _ATTENTION
+    if not whole:
+        heads = [x.view(*x.shape[:2], -1, module.head_size) for x in (*given[:3], out[0])]
+        made, kind = {parent: ([x.transpose(1, 2) for x in heads[:3]], heads[3:])}, "attention"
     elif name in packed:
-        for part, piece in zip(packed[name], out[0].split(module.output_sizes, -1), strict=True):
-            yield call(path.removesuffix(name) + part, kind, given, [piece])
+        pieces = out[0].split(module.output_sizes, -1)
+        made = {f"{parent}.{part}": (given, [piece]) for part, piece in zip(packed[name], pieces, strict=True)}
     elif kind.endswith("RMSNorm") and len(given) == len(out) == 2:
-        yield call(path, kind, out[1:], out[:1])
-    else:
-        yield call("lm_head" if kind == _LOGITS else path, kind, given, out)
+        made = {path: (out[1:], out[:1])}
+    elif kind == _LOGITS:
+        made = {"lm_head": (given, out)}
+        kept.logits.append(kept.name(out[0], whatever=True))
+    for where, (read, results) in made.items():
+        inputs = {str(i): kept.name(x) for i, x in enumerate(read, 1 - whole)}  # a function is given its module first
+        yield Call(where, kind, whole, inputs, [kept.name(x) for x in results], {})
 
 
 def played(loaded: LoadedModel, impl: str, texts: Sequence[Sequence[int]]) -> Kept:
