@@ -292,24 +292,21 @@ def _record(request: TraceRequest, path: Path, sink: Sink) -> Path:
     from nondet.core.environment import collect
     from nondet.sampling.implementations import implementation
     from nondet.sampling.model import check_lengths
-    from nondet.trace.against import LONG, MOST_BYTES, Play, record, text_of
+    from nondet.trace.against import LONG, MOST_BYTES, record, text_of
+    from nondet.trace.vllm import played
 
     text, of_vllm = prompt_text(request.prompt, request.prompt_file), request.engine == "vllm"
     loaded = open_model(request, sink)
     prompt = loaded.encode(text)
     check_lengths(loaded, prompt, request.max_tokens)
     made = collect()
-    play: Play | None = None
     of = [f"{name} {made[name]}" for name in ("torch", "transformers", "cpu", "gpu") if made.get(name)]
     made_by = ", ".join([*["vLLM"][:of_vllm], loaded.name, loaded.dtype, request.impls[0], *of])[:400]
     about = {"dtype": loaded.dtype, "threads": torch.get_num_threads(), "made_by": made_by}
     with implementation("stock" if of_vllm else request.impls[0]):
         least = 0 if "max_tokens" in request.given else LONG
         tokens = text_of(loaded, prompt, request.max_tokens, least)
-        if of_vllm:
-            from nondet.trace.vllm import played
-
-            play = partial(played, loaded, request.impls[0])
+        play = partial(played, loaded, request.impls[0]) if of_vllm else None
         recorded = record(loaded.model, tokens, path, about, play)
     calls = sum(map(len, recorded.calls))
     left = f"; {recorded.left_out:,} calls without their numbers, beyond {MOST_BYTES >> 30} GiB"

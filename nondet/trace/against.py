@@ -199,11 +199,11 @@ Play = Callable[[Sequence[Sequence[int]]], Kept]  # an engine's forwards over te
 
 
 def text_of(loaded: LoadedModel, prompt: Sequence[int], new: int, least: int = 0) -> list[int]:
-    """A prompt and its completion, repeated until there are `least` tokens, or the context ends."""
+    """A prompt and its completion, repeated until there are `least` tokens, or the context has one left."""
     with torch.no_grad():
         ids = torch.tensor([[*prompt]], device=loaded.device)
         text: list[int] = loaded.model.generate(ids, do_sample=False, max_new_tokens=new)[0].tolist()
-    wanted = max(len(text), min(least, loaded.context or least))
+    wanted = max(len(text), min(least, (loaded.context or least + 1) - 1))
     return (text * -(-wanted // len(text)))[:wanted]
 
 

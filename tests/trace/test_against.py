@@ -254,7 +254,7 @@ def test_a_recording_reaches_attention_beyond_one_tile_of_keys(tmp_path: Path) -
     loaded.context = 200
     text = text_of(loaded, TOKENS[:4], 64, LONG)
     made = record(model, text, path, ABOUT)
-    assert (len(text), list(map(len, made.texts))) == (200, [1, 64, 200])
+    assert (len(text), list(map(len, made.texts))) == (199, [1, 64, 199])
     assert text[:60] in (text[60 + i :][:60] for i in range(10))
 
 
