@@ -101,6 +101,11 @@ class Model(nn.Module):
         return hidden
 
 
+def sent(watcher: Any) -> Any:
+    """As a pipe brings it."""
+    return pickle.loads(pickle.dumps(watcher))  # noqa: S301 - ours
+
+
 class Engine:
     """Plays requests as vLLM's process does: everybody's next tokens in one step, prompts in chunks of four. Its runner
     is vLLM's first, which keeps one batch, or its second, which makes one a step and sorts it."""
@@ -133,9 +138,10 @@ class Engine:
             return SimpleNamespace(req_ids=order, num_computed_tokens_np=np.array([done[r] for r in order]))
 
         llm, taken, step = SimpleNamespace(collective_rpc=lambda f: [f(worker)]), list[Any](), 0
+        there = sent(watcher)  # vLLM's process is another one
         with ExitStack() as stack, torch.inference_mode():
-            if watcher is not None:
-                stack.enter_context(watcher.attached(llm, taken))
+            if there is not None:
+                stack.enter_context(there.attached(llm, taken))
             while True:
                 here = [r for r in requests if r.arrival_step <= step and len(logprobs[r.id]) < r.max_new_tokens]
                 if not here and all(len(logprobs[r.id]) == r.max_new_tokens for r in requests):
@@ -147,6 +153,8 @@ class Engine:
                     taken.append(SimpleNamespace(num_scheduled_tokens=counts))
                     now = runner.prepare_inputs(taken[-1]) if self.second else batch
                     self._step(parts_of(now, counts), texts, done, logprobs)
+        if watcher is not None:
+            vars(watcher).update(vars(sent(there)))
         outcomes = []
         for r in requests:
             values = np.float32(logprobs[r.id]).tobytes()
@@ -384,7 +392,7 @@ def test_a_recording_of_vllm_is_read_by_transformers(tmp_path: Path, monkeypatch
                 for text in texts:
                     hidden = toy(torch.tensor(text, dtype=torch.int32), torch.arange(len(text)))
                     toy.logits_processor(toy.head[0], hidden[-1:])
-            kept: Kept = pickle.loads(pickle.dumps(whole)).kept  # noqa: S301 - as it returns from vLLM's process
+            kept: Kept = sent(whole).kept
             return kept
 
         record(model, tokens, path, about, play)
