@@ -169,8 +169,8 @@ class Recorder:
     _seen: Callable[[Event, Any], Any] | None = None
     _paused = 0
 
-    def __init__(self, region: str, seen: Callable[[Event, Any], Any] | None = None) -> None:
-        self.region, self._seen = region, seen
+    def __init__(self, region: str) -> None:
+        self.region = region
 
     @property
     def sees(self) -> bool:
@@ -187,10 +187,9 @@ class Recorder:
             self._paused -= 1
 
     def watch(self, model: Any, stack: ExitStack) -> None:
-        """Add hooks to the region's modules, or to all; closing the stack removes them."""
+        """Add hooks to the region's modules; closing the stack removes them."""
         self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
-        every = [(path, module) for path, module in model.named_modules() if path]
-        for path, module in modules_of(model, self.region) if self.region else every:
+        for path, module in modules_of(model, self.region):
             enter, leave = functools.partial(self._enter, path), functools.partial(self._leave, path)
             add_hooks(stack, module, enter, leave)
 
