@@ -576,9 +576,9 @@ class Against:
 def _row(key: Key, of: Sequence[Compared]) -> OperatorCompared:
     found, worst = [one.difference for one in of if one.difference is not None], max(of, key=_gravity)
     far = max(found, key=lambda d: (d.nonfinite, d.max_ulp), default=None)
-    counts = {"calls": len(of), "differing": len(found), "elements": sum(one.elements for one in of)}
-    about = {"verdict": worst.verdict, "times": worst.times, "bound": worst.bound, "difference": far}
-    return OperatorCompared(number=0, module=key[0], call=key[1], **counts, **about)
+    about: dict[str, Any] = {"calls": len(of), "differing": len(found), "elements": sum(one.elements for one in of)}
+    about |= {"verdict": worst.verdict, "times": worst.times, "bound": worst.bound, "difference": far}
+    return OperatorCompared(number=0, module=key[0], call=key[1], **about)
 
 
 def said_of(row: OperatorCompared) -> str:

@@ -138,22 +138,17 @@ def find_layers(model: Any) -> list[tuple[str, Any]]:
     )
 
 
-def modules_of(model: Any, region: str) -> list[tuple[str, Any]]:
-    """The modules of a region by their paths: of a layer by its number, with itself; else all outside of the layers."""
-    layers = find_layers(model)
-    if region.isdigit():
-        path = layers[int(region)][0]
-        return [(p, m) for p, m in model.named_modules() if p == path or p.startswith(f"{path}.")]
-    among = layers[0][0].rsplit(".", 1)[0]
-    return [(p, m) for p, m in model.named_modules() if p and not p.startswith(among)]
-
-
 def add_hooks(stack: ExitStack, module: Any, before: Any = None, after: Any = None) -> None:
     """Call `before` and `after` each forward of a module, with its keyword arguments, until the stack is closed."""
     if before is not None:
         stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     if after is not None:
         stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+
+
+# The engine's own among a module's tensors: those are separated by request and not by row.
+_ENGINES = ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "logits_indices", "logits_to_keep",
+            "cache", "block_table", "logits_processor_args")  # fmt: skip
 
 
 class Recorder:
@@ -187,11 +182,14 @@ class Recorder:
             self._paused -= 1
 
     def watch(self, model: Any, stack: ExitStack) -> None:
-        """Add hooks to the region's modules; closing the stack removes them."""
+        """Add hooks to the region's modules, a layer with itself; closing the stack removes them."""
         self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
-        for path, module in modules_of(model, self.region):
-            enter, leave = functools.partial(self._enter, path), functools.partial(self._leave, path)
-            add_hooks(stack, module, enter, leave)
+        layers = find_layers(model)
+        among, layer = layers[0][0].rpartition(".")[0], self.region.isdigit() and layers[int(self.region)][0]
+        for path, module in model.named_modules():
+            if f"{path}.".startswith(f"{layer}.") if layer else path and not path.startswith(among):
+                enter, leave = functools.partial(self._enter, path), functools.partial(self._leave, path)
+                add_hooks(stack, module, enter, leave)
 
     def start(self, record: StepRecord) -> None:
         """Record the calls from here on."""
@@ -203,7 +201,7 @@ class Recorder:
 
     def _enter(self, path: str, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if self.sees:
-            own, copies = _plain(kwargs), dict[int, torch.Tensor]()
+            own, copies = {k: v for k, v in kwargs.items() if k not in _ENGINES}, dict[int, torch.Tensor]()
             slots = self.kept((*args, *([own] if own else [])), copies)
             given = None if kwargs.get("cache") is not None else (copied(args, copies), copied(own, copies))
             self._entered.append((path, slots, given))
@@ -335,10 +333,3 @@ class Operators(TorchDispatchMode):
         out = func(*args, **kwargs)
         self._recorder.add(schema.name, inputs, {"out": out} | {name: given[name] for name in writes if name in given})
         return out
-
-
-def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A module's tensors, without the engine's own: those are separated by request and not by row."""
-    engine = ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "logits_indices", "logits_to_keep",
-              "cache", "block_table", "logits_processor_args")  # fmt: skip
-    return {k: v for k, v in kwargs.items() if k not in engine}
