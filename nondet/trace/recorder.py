@@ -152,7 +152,7 @@ _ENGINES = ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "logi
 
 
 class Recorder:
-    """Records the calls of a region while a step is under way: from `start` on, until `_now` is None. With `seen` none
+    """Records the calls of a region while a step is under way: from `start` on, until `_now` is None. With `_seen` none
     is kept: each is given to it as it ends, with its result, and what that returns takes the result's place."""
 
     # Bytes of copies of one step; beyond them calls are recorded without their tensors, and the record is marked.
