@@ -186,7 +186,7 @@ class RunSection:
         self.probes = probes_of([r for r in run.rows if not is_replay(r)])
         full, brief = headline(run, self.verdicts), headline(run, self.verdicts, brief=True)
         size = self.endpoint.size if self.endpoint else _size_of(run, summaries)
-        self.headline, answer = (size.beside(full), size.beside(brief)) if size else (full, brief)
+        self.headline, answer = (size.beside(full), size.beside(brief, brief=True)) if size else (full, brief)
         self.answer = one_line(answer, 900)  # for a page's head
         # whether it compares a sampler with a trainer, once or over steps of training
         self.is_of_trainer = bool(run.training_steps or run.mismatch_rollouts)

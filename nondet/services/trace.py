@@ -292,7 +292,7 @@ def _record(request: TraceRequest, path: Path, sink: Sink) -> Path:
     from nondet.core.environment import collect
     from nondet.sampling.implementations import implementation
     from nondet.sampling.model import check_lengths
-    from nondet.trace.against import MOST_BYTES, record
+    from nondet.trace.against import LONG, MOST_BYTES, record, text_of
 
     text = prompt_text(request.prompt, request.prompt_file)
     loaded = open_model(request, sink)
@@ -300,22 +300,18 @@ def _record(request: TraceRequest, path: Path, sink: Sink) -> Path:
     check_lengths(loaded, prompt, request.max_tokens)
     made = collect()
     of = [f"{name} {made[name]}" for name in ("torch", "transformers", "cpu", "gpu") if made.get(name)]
-    about = {
-        "dtype": loaded.dtype,
-        "threads": torch.get_num_threads(),
-        "made_by": ", ".join([loaded.name, loaded.dtype, request.impls[0], *of])[:400],
-    }
-    with implementation(request.impls[0]), torch.no_grad():
-        ids = torch.tensor([prompt], device=loaded.device)
-        tokens = loaded.model.generate(ids, do_sample=False, max_new_tokens=request.max_tokens)[0].tolist()
+    made_by = ", ".join([loaded.name, loaded.dtype, request.impls[0], *of])[:400]
+    about = {"dtype": loaded.dtype, "threads": torch.get_num_threads(), "made_by": made_by}
+    with implementation(request.impls[0]):
+        least = 0 if "max_tokens" in request.given else LONG
+        tokens = text_of(loaded, prompt, request.max_tokens, least)
         recorded = record(loaded.model, tokens, path, about)
     calls = sum(map(len, recorded.calls))
-    left = (
-        f"; {recorded.left_out:,} calls without their numbers, beyond {MOST_BYTES >> 30} GiB"
-        if recorded.left_out
-        else ""
+    left = f"; {recorded.left_out:,} calls without their numbers, beyond {MOST_BYTES >> 30} GiB"
+    sink.say(
+        f"recorded: {calls:,} calls of {len(tokens)} tokens, in {len(recorded.calls)} forwards"
+        + left * (recorded.left_out > 0)
     )
-    sink.say(f"recorded: {calls:,} calls of {len(tokens)} tokens, in {len(recorded.calls)} forwards{left}")
     sink.say(f"compare: nondet trace --model MODEL --against {path}")
     return path
 

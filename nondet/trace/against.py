@@ -1,7 +1,7 @@
 """Two implementations, operator by operator: a recording that one environment writes, and another compares itself with.
 
-A recording holds each call of a model, with its inputs and results, in forwards over the first token of a text, half of
-it, and all. The other side makes each of its own calls with the recorded inputs, so that a difference is the call's
+A recording holds each call of a model, with its inputs and results, in forwards over the first token of a text, a few,
+and all. The other side makes each of its own calls with the recorded inputs, so that a difference is the call's
 own. Then it runs from end to end, with results taken from the recording wherever their inputs have the recorded bits:
 if that gives the recorded logits, these operators are the whole difference.
 
@@ -19,11 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import msgspec
 import torch
 from msgspec import Meta
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from nondet.core.compare import difference, digest, identical, parts_of
 from nondet.core.records import Control, Count, Difference, OperatorCompared, Record, Size, TraceVerdict
@@ -32,32 +34,28 @@ from nondet.core.statistics import one_sided_bound
 from nondet.core.watch import bound_of
 from nondet.errors import UserError, one_line, reason_of
 from nondet.trace.align import aligned
-from nondet.trace.capture import (
-    Event,
-    EventKey,
-    FineCapture,
-    Sizes,
-    Slot,
-    StepRecord,
-    changed_tensors,
-    copied,
-    find_layers,
-    tensors_in,
-)
+from nondet.trace.capture import FineCapture
+from nondet.trace.recorder import Event, EventKey, Slot, StepRecord, changed_tensors, copied, find_layers, tensors_in
+
+if TYPE_CHECKING:
+    from nondet.sampling.model import LoadedModel
 
 MOST_BYTES = 2 * 2**30  # of tensors in a recording: what is beyond is left out
+# Tokens of the longest forward, so that attention's sums go over several tiles of 128 keys; of the one before, at most.
+LONG, _FEW = 320, 64
 _TABLE_MOST = 64 * 2**20  # bytes of its table
-_FORMAT = "nondet-operators-1"
+_FORMAT = "nondet-operators-2"
 _WEIGHT = "weight"  # in the place of a tensor's name
 _MODULE = "(module)"  # what the call of a whole module is aligned by: its class may have another name
 _ATTENTION, _ROTARY = "attention", "apply_rotary_pos_emb"  # a function of the model's file, whatever has its name there
 _OTHER_WEIGHTS = "other weights"
 _UNSTEADY = "the logits change when the same tokens are computed again"
 _ALONE = "calls with other inputs, or that can't be made by themselves"
-_MASK = "4"  # attention's mask among its arguments, which not all kernels need
+_OPTIONAL = {"4", "5.position_ids"}  # attention's mask and positions among its arguments, which not all kernels need
 _SINGLES_MOST = 8  # operators that are taken from the recording one at a time
 Key = tuple[str, str]  # a module, "*" for each number in its name, and a call of its
 Text = Annotated[str, Meta(max_length=400)]
+Seen = Callable[[Event, Any], Any]  # takes a call and its result, and gives what takes the result's place
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -86,15 +84,14 @@ class Recorded(msgspec.Struct, frozen=True):
 
     @property
     def texts(self) -> list[list[int]]:
-        """The tokens of each forward."""
-        return [self.tokens[:n] for n in sorted({1, max(1, len(self.tokens) // 2), len(self.tokens)})]
+        """The tokens of each forward: the first one, half of them or few, and all."""
+        return [self.tokens[:n] for n in sorted({1, max(1, min(_FEW, len(self.tokens) // 2)), len(self.tokens)})]
 
 
 class _Calls(FineCapture):
-    """The calls of one region in a plain forward. Each is given to `seen` as it ends, with its result; what that
-    returns takes the result's place."""
+    """The calls of one region in a plain forward, for `seen`."""
 
-    def __init__(self, region: str, seen: Callable[[Event, Any], Any]) -> None:
+    def __init__(self, region: str, seen: Seen) -> None:
         super().__init__("", 0, region)
         self._seen = seen
         self.pack = ()  # of a step's log: there is no schedule here
@@ -113,52 +110,39 @@ class _Calls(FineCapture):
             yield
 
     def _begin(self, *_: Any) -> None:
-        self._start(StepRecord(Sizes(0, 0, 0), 0, range(0), 0))
-
-    def _taken(self, out: Any) -> Any:
-        """What takes the place of this result, if its call was recorded."""
-        return self._seen(self._now.events.pop(), out) if self._now and self._now.events else out
-
-    def _leave(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        super()._leave(module, args, kwargs, output)
-        with torch._C.DisableTorchFunction():
-            return self._taken(output)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._taken(super().__torch_function__(func, types, args, kwargs))
+        self.start(StepRecord.whole())
 
     def _attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
         return self._called(_ATTENTION, original)
 
     def _called(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def shown(out: Any) -> Any:
+            return out[:1] if name == _ATTENTION else out  # not its weights, which few kernels give
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            return shown(original(*args, **kwargs))
+
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._now is None:
+            if not self.sees:
                 return original(*args, **kwargs)
-
-            def call(*args: Any, **kwargs: Any) -> Any:
+            copies: dict[int, torch.Tensor] = {}
+            inputs = self.kept((*args, kwargs), copies)
+            with self.unseen():
                 out = original(*args, **kwargs)
-                return out[:1] if name == _ATTENTION else out  # not its weights, which few kernels give
-
-            with torch._C.DisableTorchFunction():
-                copies: dict[int, torch.Tensor] = {}
-                inputs, out = self._slots((*args, kwargs), copies), original(*args, **kwargs)
-                outputs = self._slots({"out": out[:1] if name == _ATTENTION else out})
-                event = self._record.add(self._where(), name, inputs, outputs)
-                event.function, event.args, event.kwargs = call, copied(args, copies), copied(kwargs, copies)
-                return self._taken(out)
+            event = self.add(name, inputs, {"out": shown(out)})
+            self.repeats(event, again, copied(args, copies), copied(kwargs, copies))
+            return self.taken(event, out)
 
         return run
 
-    def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None = None) -> list[Slot]:
-        slots = super()._slots(value, copies)
-        for slot, (_, tensor) in zip(slots, tensors_in(value), strict=True):
-            if not slot.weight:
-                slot.layout = tensor.stride(), tensor.data_ptr() % 64 // tensor.element_size()
-        return slots
+    def _noted(self, slot: Slot, tensor: torch.Tensor) -> Slot:
+        if not slot.weight:
+            slot.layout = tensor.stride(), tensor.data_ptr() % 64 // tensor.element_size()
+        return slot
 
 
-def forward(model: Any, tokens: Sequence[int], seen: Callable[[Event, Any], Any] | None = None) -> torch.Tensor:
+def forward(model: Any, tokens: Sequence[int], seen: Seen | None = None) -> torch.Tensor:
     """The logits of a plain forward, each of whose calls `seen` gets."""
     regions = ["embedding", *map(str, range(len(find_layers(model)))), "head"]
     with torch.no_grad(), ExitStack() as stack:
@@ -175,39 +159,57 @@ def _weights(model: Any) -> dict[str, str]:
     return {path: digest(*of) for path, of in parts.items() if of}
 
 
+class Kept:
+    """The calls of a recording's forwards, and their tensors by digest, of which so many bytes at most."""
+
+    def __init__(self, most: int) -> None:
+        self.calls: list[list[Call]] = []
+        self.logits: list[str] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._left = most
+
+    def name(self, tensor: torch.Tensor | None, *, whatever: bool = False) -> str:
+        """Its digest, with the tensor kept; "" where it is left out, because it is larger than what is left."""
+        name = "" if tensor is None else digest(tensor)
+        if tensor is not None and name not in self.tensors:
+            if not whatever and tensor.nbytes > self._left:
+                return ""
+            self._left -= tensor.nbytes
+            self.tensors[name] = tensor.detach().cpu().contiguous()
+        return name
+
+    def add(self, event: Event, out: Any = None) -> Any:
+        """Keep a call of the last forward."""
+        inputs = {slot.path: _WEIGHT if slot.weight else self.name(slot.value) for slot in event.inputs}
+        outputs = [self.name(slot.value) for slot in event.outputs]
+        self.calls[-1].append(Call(*event.key[:2], event.of_module, inputs, outputs, _constants(event)))
+        return out
+
+
+def text_of(loaded: LoadedModel, prompt: Sequence[int], new: int, least: int = 0) -> list[int]:
+    """A prompt and its completion, repeated until there are `least` tokens, or the context has one left."""
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt]], device=loaded.device)
+        text: list[int] = loaded.model.generate(ids, do_sample=False, max_new_tokens=new)[0].tolist()
+    wanted = max(len(text), min(least, (loaded.context or least + 1) - 1))
+    return (text * -(-wanted // len(text)))[:wanted]
+
+
 def record(model: Any, tokens: Sequence[int], path: Path, about: Mapping[str, Any], most: int = MOST_BYTES) -> Recorded:
     """Write a recording; `about` has its last three fields. Raises UserError: the model's logits change when they are
     computed again, or the disk is full."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    kept: dict[str, torch.Tensor] = {}
     made = Recorded(_FORMAT, [*tokens], [], [], _weights(model), 0, **about)
-
-    def name_of(tensor: torch.Tensor | None, *, whatever: bool = False) -> str:
-        name = "" if tensor is None else digest(tensor)
-        if tensor is not None and name not in kept:
-            if not whatever and sum(x.nbytes for x in kept.values()) + tensor.nbytes > most:
-                return ""
-            kept[name] = tensor.detach().cpu().contiguous()
-        return name
-
-    def seen(event: Event, out: Any) -> Any:
-        inputs = {slot.path: _WEIGHT if slot.weight else name_of(slot.value) for slot in event.inputs}
-        outputs = [name_of(slot.value) for slot in event.outputs]
-        made.calls[-1].append(Call(*event.key[:2], event.of_module, inputs, outputs, _constants(event)))
-        return out
-
+    kept = Kept(most)
     for text in made.texts:
-        made.calls.append([])
-        made.logits.append(name_of(forward(model, text), whatever=True))
-        if digest(forward(model, text, seen)) != made.logits[-1]:
+        kept.calls.append([])
+        kept.logits.append(kept.name(forward(model, text), whatever=True))
+        if digest(forward(model, text, kept.add)) != kept.logits[-1]:
             raise UserError(_UNSTEADY, "Find out why: nondet trace.")
-    left_out = sum("" in (*call.inputs.values(), *call.outputs) for calls in made.calls for call in calls)
-    made = msgspec.structs.replace(made, left_out=left_out)
+    left_out = sum("" in (*call.inputs.values(), *call.outputs) for calls in kept.calls for call in calls)
+    made = msgspec.structs.replace(made, calls=kept.calls, logits=kept.logits, left_out=left_out)
     with replacing(path) as scratch:
         try:
-            save_file(kept, str(scratch), metadata={"nondet": msgspec.json.encode(made).decode()})
+            save_file(kept.tensors, str(scratch), metadata={"nondet": msgspec.json.encode(made).decode()})
         except SafetensorError as error:
             raise UserError(f"{path} can't be written: {one_line(str(error), 120)}", "Make room.") from error
     return made
@@ -219,8 +221,6 @@ def _constants(event: Event) -> dict[str, str]:
 
 def read_recording(path: Path) -> tuple[Recorded, dict[str, torch.Tensor]]:
     """A recording and its tensors. Raises UserError: it is missing, damaged, or none."""
-    from safetensors import SafetensorError, safe_open
-
     hint = "Write it with nondet trace --record, in the other environment."
     try:
         regular(path)
@@ -466,10 +466,10 @@ class Against:
 
     def _given(self, event: Event, call: Call) -> dict[str, torch.Tensor] | str:
         """The recorded inputs under the paths of the model's own call; or why it can't be made with them."""
-        own, theirs = {slot.path: slot for slot in event.inputs}, call.inputs
-        if {*own} ^ {*theirs} == {_MASK} and event.key.call == _ATTENTION:
-            own, theirs = {**own}, {**theirs}
-            own.pop(_MASK, None), theirs.pop(_MASK, None)
+        own, theirs = {slot.path: slot for slot in event.inputs}, {**call.inputs}
+        if event.key.call == _ATTENTION and (single := own.keys() ^ theirs.keys()) <= _OPTIONAL:
+            for path in single:
+                own.pop(path, None), theirs.pop(path, None)
         if len(own) != len(theirs) or event.function is None:
             return _ALONE
         if own.keys() != theirs.keys():  # by keyword on one side
@@ -515,9 +515,7 @@ class Against:
         what = "taking all that differ from the recording" if differing else "code between the calls"
         return f"{what} gives other logits than the recorded ones{where}"
 
-    def _replacing(
-        self, taken: Sequence[Key], partners: Mapping[EventKey, Call], away: list[EventKey]
-    ) -> Callable[[Event, Any], Any]:
+    def _replacing(self, taken: Sequence[Key], partners: Mapping[EventKey, Call], away: list[EventKey]) -> Seen:
         def seen(event: Event, out: Any) -> Any:
             call = partners.get(event.key)
             given = "" if call is None else self._given(event, call)
@@ -576,21 +574,11 @@ class Against:
 
 
 def _row(key: Key, of: Sequence[Compared]) -> OperatorCompared:
-    found = [one.difference for one in of if one.difference is not None]
+    found, worst = [one.difference for one in of if one.difference is not None], max(of, key=_gravity)
     far = max(found, key=lambda d: (d.nonfinite, d.max_ulp), default=None)
-    worst = max(of, key=_gravity)
-    return OperatorCompared(
-        number=0,
-        module=key[0],
-        call=key[1],
-        calls=len(of),
-        differing=len(found),
-        difference=far,
-        elements=sum(one.elements for one in of),
-        verdict=worst.verdict,
-        times=worst.times,
-        bound=worst.bound,
-    )
+    about: dict[str, Any] = {"calls": len(of), "differing": len(found), "elements": sum(one.elements for one in of)}
+    about |= {"verdict": worst.verdict, "times": worst.times, "bound": worst.bound, "difference": far}
+    return OperatorCompared(number=0, module=key[0], call=key[1], **about)
 
 
 def said_of(row: OperatorCompared) -> str:

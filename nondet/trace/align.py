@@ -17,11 +17,12 @@ import torch
 
 from nondet.core.compare import difference, identical
 from nondet.core.records import Difference
-from nondet.trace.capture import Event, Sizes, Slot, StepRecord
+from nondet.trace.recorder import Event, Sizes, Slot, StepRecord
 
 # (module, call, occurrence, path) -> the shapes that it had at which sizes
 Shapes = dict[tuple[str, str, int, str], list[tuple[Sizes, tuple[int, ...]]]]
 Roles = tuple[str, ...]  # for each axis "tokens", "keys", "predicted" or "": one that no step changed
+_CUT = Sizes(-1, -1, -1)  # where tensors were cut to the position's rows: no axis counts anything any more
 # Their integer operands are read positions, which differ between packs; what was read is compared.
 _INDEXING = ("getitem", "index_select", "gather", "take", "index", "embedding", "Tensor.index_select", "Tensor.gather")
 
@@ -67,7 +68,8 @@ def first_responsible(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]
     for record in (a, b, *shapes):
         for event in canonical(record):
             for slot in (*event.inputs, *event.outputs):
-                seen.setdefault((*event.key, slot.path), []).append((record.sizes, slot.shape))
+                sizes = _CUT if record.cut else record.sizes
+                seen.setdefault((*event.key, slot.path), []).append((sizes, slot.shape))
     finding = Finding()
     pairs: list[Pair] = []
     for one, two in aligned(events_a, events_b, finding.unmatched):

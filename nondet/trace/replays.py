@@ -18,7 +18,7 @@ from nondet.core.measure import profile_variants
 from nondet.core.records import Replay
 from nondet.probes.reduction_order import MeasuredSum, NotASumError, of_attention, of_product, of_rows, trees_of
 from nondet.trace.align import Pair, Roles
-from nondet.trace.capture import Event, StepRecord, changed_tensors, tensors_in
+from nondet.trace.recorder import Event, StepRecord, changed_tensors, tensors_in
 
 Change = Callable[[str, torch.Tensor], torch.Tensor] | None  # path, tensor -> the tensor that replaces it
 Picked = Sequence[int] | None  # rows or keys of a call, in this order; None: all
@@ -53,18 +53,11 @@ class RecordedCall:
             return None
         flat = {role for roles in pair.roles.values() for role in roles}
         axis = "tokens" if "tokens" in flat else "predicted" if "predicted" in flat else ""
-        predicted = axis == "predicted"
-        return cls(
-            function=event.function,
-            args=event.args,
-            kwargs=event.kwargs,
-            roles=pair.roles,
-            axis=axis,
-            row=record.predicted if predicted else record.row,
-            rows=record.sizes.predicted if predicted else record.sizes.tokens,
-            visible=record.columns,
-            keys=record.sizes.keys if "keys" in flat else 0,
-        )
+        row, rows = record.row, record.sizes.tokens
+        if axis == "predicted":
+            row, rows = record.predicted, record.sizes.predicted
+        keys = record.sizes.keys if "keys" in flat else 0
+        return cls(event.function, event.args, event.kwargs, pair.roles, axis, row, rows, record.columns, keys)
 
     def run(
         self, rows: Picked = None, columns: Picked = None, change: Change = None, *, row: int | None = None

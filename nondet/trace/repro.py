@@ -19,7 +19,7 @@ from torch.overrides import resolve_name
 
 from nondet.core.runfile import replace_text, replacing
 from nondet.errors import one_line
-from nondet.trace.capture import changed_tensors
+from nondet.trace.recorder import changed_tensors
 from nondet.trace.replays import RecordedCall, Selection
 from nondet.trace.search import NamedCall
 

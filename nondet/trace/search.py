@@ -26,7 +26,8 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, StepLog, Watcher
 from nondet.sampling.replay import minimal
 from nondet.trace.align import Finding, Pair, first_responsible, select
-from nondet.trace.capture import CoarseCapture, FineCapture, Owner, RowHashes, Sizes, StepRecord, add_hooks
+from nondet.trace.capture import CoarseCapture, FineCapture, Owner, RowHashes
+from nondet.trace.recorder import Sizes, StepRecord, add_hooks
 from nondet.trace.replays import RecordedCall, families_for, kernels_of, replays
 
 
@@ -319,6 +320,13 @@ def _agrees(record: StepRecord, coarse: RowHashes, owner: str, site: Site) -> bo
         return True
     rows = value[0][record.row : record.row + 1]
     return int(row_hashes(rows)[0]) == int(hashes[coarse.names.index(f"{site.region}.out")])
+
+
+def named(culprit: Culprit, pair: Pair, records: Sequence[StepRecord], **about: Any) -> Culprit:
+    """The culprit with the call that is responsible, and its sentence."""
+    about |= {"differences": dict(pair.unequal), "not_understood": pair.not_understood} | pair.a.key._asdict()
+    culprit = msgspec.structs.replace(culprit, **about)
+    return msgspec.structs.replace(culprit, sentence=culprit_sentence(culprit, [r.sizes for r in records]))
 
 
 def _digests(pair: Pair, record: StepRecord) -> dict[str, str]:
@@ -661,20 +669,11 @@ class Search:
         elif not suggested and not any(r.name == "substitution" for r in done):
             # it can't be made by itself, or was not: the family that its name suggests is tried in the whole run
             suggested = list(families_for(name)[:1])
-        culprit = msgspec.structs.replace(
-            culprit,
-            **pair.a.key._asdict(),
-            shapes=[{s.path: list(s.shape) for s in (*e.inputs, *e.outputs)} for e in (pair.a, pair.b)],
-            axes={path: list(roles) for path, roles in pair.roles.items()},
-            digests=_digests(pair, records[0]),
-            differences=dict(pair.unequal),
-            kernels=kernels,
-            replays=done,
-            family=suggested[0] if suggested else "",
-            not_understood=pair.not_understood,
-        )
-        sentence = culprit_sentence(culprit, [r.sizes for r in records])
-        return NamedCall(msgspec.structs.replace(culprit, sentence=sentence), calls if len(calls) == 2 else [])
+        shapes = [{s.path: list(s.shape) for s in (*e.inputs, *e.outputs)} for e in (pair.a, pair.b)]
+        about = {"kernels": kernels, "replays": done, "family": suggested[0] if suggested else "", "shapes": shapes}
+        axes = {path: list(roles) for path, roles in pair.roles.items()}
+        culprit = named(culprit, pair, records, axes=axes, digests=_digests(pair, records[0]), **about)
+        return NamedCall(culprit, calls if len(calls) == 2 else [])
 
     def _substituted(self, role: str, families: Sequence[str]) -> Site | None:
         """The whole run with these families replaced in both arms; returns where the arms differ now."""
@@ -700,13 +699,9 @@ class Search:
             if role == "search":
                 before = self._culprits[-1]
                 sentence += f"; before that at position {before.position}, {_where(before)}"
-        at: dict[str, Any] = {"position": -1, "layer": ""}
-        if site is not None:
-            at = {"position": site.position, "layer": site.region}
-        risks = sorted({*coverage.at_risk, *coverage.left})
-        record = Substitution(
-            role=role, families=list(families), agree=site is None, sentence=sentence, at_risk=risks, **at
-        )
+        at: Any = {"position": -1, "layer": ""} if site is None else {"position": site.position, "layer": site.region}
+        at["at_risk"] = sorted({*coverage.at_risk, *coverage.left})
+        record = Substitution(role=role, families=list(families), agree=site is None, sentence=sentence, **at)
         self.keep(record)
         self.say(sentence)
         self._tried[tried] = site

@@ -19,18 +19,8 @@ import torch
 from nondet.core.records import MismatchPlace
 from nondet.sampling.plan import Span, Watcher
 from nondet.trace.align import first_responsible
-from nondet.trace.capture import (
-    CoarseCapture,
-    FineCapture,
-    RowHashes,
-    Sizes,
-    Slot,
-    StepRecord,
-    add_hooks,
-    find_layers,
-    watch_layers,
-    wrapped_attention,
-)
+from nondet.trace.capture import CoarseCapture, FineCapture, RowHashes, watch_layers, wrapped_attention
+from nondet.trace.recorder import Sizes, Slot, StepRecord, add_hooks, find_layers
 from nondet.trace.replays import families_for
 from nondet.trace.search import Site, least_site, same_records
 
@@ -139,20 +129,18 @@ class _Trainer(FineCapture):
         row, at = self._row, self._row.start + self.position
         oldest = 0 if self._window is None else max(0, self.position - self._window + 1)
         sizes = Sizes(row.width, row.width, row.width)
-        self._start(StepRecord(sizes, at, range(row.start + oldest, at + 1), at))
+        self.start(StepRecord(sizes, at, range(row.start + oldest, at + 1), at))
 
-    def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None = None) -> list[Slot]:
-        row, slots = self._row, super()._slots(value, copies)
-        for slot in slots:
-            step = {row.batch: 1, row.batch * row.width: row.width}.get(slot.shape[0] if slot.shape else 0)
-            if row.batch > 1 and step and not slot.weight:
-                slot.shape = (step, *slot.shape[1:])
-                if slot.value is not None:
-                    slot.value = slot.value[row.row * step : (row.row + 1) * step]
-        return slots
+    def _noted(self, slot: Slot, _tensor: torch.Tensor) -> Slot:
+        row = self._row
+        step = {row.batch: 1, row.batch * row.width: row.width}.get(slot.shape[0] if slot.shape else 0)
+        if row.batch > 1 and step and not slot.weight:
+            slot.shape = (step, *slot.shape[1:])
+            slot.value = None if slot.value is None else slot.value[row.row * step : (row.row + 1) * step]
+        return slot
 
     def _cached(self, key: torch.Tensor, value: torch.Tensor) -> list[Slot]:
-        slots = self._slots({"keys": key, "values": value})
+        slots = self.kept({"keys": key, "values": value})
         for slot in slots if self._flat else ():
             slot.value = None if slot.value is None else slot.value[0].transpose(0, 1)
             slot.shape = (slot.shape[2], slot.shape[1], slot.shape[3])

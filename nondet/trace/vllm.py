@@ -14,29 +14,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nondet.core.compare import memory_of, row_hashes
+from nondet.core.compare import row_hashes
 from nondet.core.records import Culprit, TraceVerdict
 from nondet.sampling.plan import Outcome, Session, Span
 from nondet.trace.align import Pair
-from nondet.trace.capture import (
-    RowHashes,
-    Sizes,
-    Slot,
-    StepRecord,
-    add_hooks,
-    find_layers,
-    modules_of,
-    tensors_in,
-    with_starts,
-)
-from nondet.trace.search import Arm, NamedCall, Search, Site, culprit_sentence
+from nondet.trace.capture import RowHashes, step_of
+from nondet.trace.recorder import Operators, Recorder, Slot, StepRecord, add_hooks, find_layers, tensors_in
+from nondet.trace.search import Arm, NamedCall, Search, Site, named
 
-_MOST_BYTES, _LISTED = 2**26, 4  # of one tensor's copy, which no KV cache fits into; prefills that are named
-_CUT = Sizes(-1, -1, -1)  # every tensor was cut to the position's rows: no axis counts anything any more
+_LISTED = 4  # prefills that are named
 _ATTENTION = "Attention"  # the class of vLLM's attention layer, whose inputs are query, key and value
 
 
@@ -84,24 +72,26 @@ class Looker:
         """Add the hooks; closing the stack removes them."""
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is sent: modes and modules, under names with _, stay in their process."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
 
 class Coarse(RowHashes, Looker):
     """Hashes of each row of a step; no prefix is cached, so that each row is its request's own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._spans: list[Span] = []
+    _spans: Sequence[Span] = ()
 
     def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
         """On the model, its layers, their attention, and what makes logits."""
         layers = find_layers(model)
         add_hooks(stack, model, lambda _, args, kwargs: self._begin(parts(), args, kwargs), self._end)
-        add_hooks(stack, layers[0][1], partial(self._given, ["input"]))
+        add_hooks(stack, layers[0][1], lambda _m, args, kwargs: self.note("input", *self._floats([args, kwargs])))
         for i, (path, layer) in enumerate(layers):
             add_hooks(stack, layer, after=lambda _m, _a, _k, out, i=i: self.note(f"{i}.out", *self._floats(out)))
             for name, inner in model.named_modules():
                 if name.startswith(f"{path}.") and type(inner).__name__ == _ATTENTION:
-                    add_hooks(stack, inner, partial(self._given, [f"{i}.q", f"{i}.k", f"{i}.v"]))
+                    add_hooks(stack, inner, partial(self._keys, i))
         for _, module in model.named_modules():
             if type(module).__name__ == "LogitsProcessor":
                 add_hooks(stack, module, after=self._logits)
@@ -117,13 +107,9 @@ class Coarse(RowHashes, Looker):
         rows = sum(span.rows for span in self._spans)
         return [tensor[:rows] for _, tensor in tensors_in(value) if tensor.is_floating_point()]
 
-    def _given(self, names: Sequence[str], _module: Any, args: Any, kwargs: Any) -> None:
-        """Hash what a module is given: each tensor under its name, or all under the only one."""
-        tensors = self._floats([args, kwargs])
-        if len(names) == 1:
-            self.note(names[0], *tensors)
-        for name, tensor in zip(names, tensors, strict=False) if len(names) > 1 else ():
-            self.note(name, tensor)
+    def _keys(self, layer: int, _module: Any, args: Any, kwargs: Any) -> None:
+        for name, tensor in zip("qkv", self._floats([args, kwargs]), strict=False):
+            self.note(f"{layer}.{name}", tensor)
 
     def _end(self, *_: Any) -> None:
         self.keep(self._spans)
@@ -135,105 +121,56 @@ class Coarse(RowHashes, Looker):
                 self.logits[span.request, span.first + span.rows - 1] = hashed
 
 
-class Fine(Looker):
-    """Every call inside one layer in the step that computes one position, of that position's rows; `record` and `step`,
-    its requests, are None and empty until it ran."""
+class Fine(Looker, Recorder):
+    """Every call in one region in the step that computes one position, of that position's rows; `record` and `step`,
+    its requests, are None and empty until it ran. The mode is on inside of the region's modules, of which some are
+    called outside of the model's forward."""
+
+    most_of_one = 2**26  # which no KV cache fits into
 
     def __init__(self, request: str, position: int, region: str) -> None:
-        self.request, self.position, self.region = request, position, region
+        super().__init__(region)
+        self.request, self.position = request, position
         self.record: StepRecord | None = None
         self.step: list[Span] = []
 
     def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
         """On the modules of the region, and a mode that sees the operators inside."""
-        recorder = _Recorder(self, model, parts)
-        add_hooks(stack, model, recorder.begin)
-        for path, module in modules_of(model, self.region):
-            add_hooks(stack, module, partial(recorder.enter, path), partial(recorder.leave, path))
+        self._inside = Operators(self)
+        add_hooks(stack, model, lambda *_: self._begin(parts()))
+        self.watch(model, stack)
 
-
-class _Recorder(TorchDispatchMode):
-    """Modules by their hooks, and the operators that reach the dispatcher in them."""
-
-    def __init__(self, looker: Fine, model: Any, parts: Callable[[], list[Span]]) -> None:
-        super().__init__()
-        self._looker, self._parts = looker, parts
-        self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
-        self._open: list[tuple[str, list[Slot]]] = []
-        self._fresh: set[int] = set()  # new storages without contents
-        self._tokens = self._row = self._index = self._requests = 0
-        self._now: StepRecord | None = None
-
-    def begin(self, *_: Any) -> None:
+    def _begin(self, step: list[Span]) -> None:
         """Check whether the step is the one to record."""
-        looker, step, self._now = self._looker, self._parts(), None
-        for index, (start, part) in enumerate(with_starts(step)):
-            if part.request == looker.request and part.first <= looker.position < part.first + part.rows:
-                self._row, self._index = start + looker.position - part.first, index
-                self._tokens, self._requests, looker.step = sum(p.rows for p in step), len(step), step
-                looker.record = self._now = StepRecord(_CUT, 0, range(0), 0, cut=True)
+        self._now, record = None, step_of(step, self.request, self.position)
+        if record.row >= 0:
+            record.predicted = [span.request for span in step].index(self.request)
+            record.cut, self.record, self.step = True, record, step
+            self.start(record)
 
-    def enter(self, path: str, _module: Any, args: Any, kwargs: Any) -> None:
-        """At the beginning of a module; the first one turns the mode on."""
-        if self._now is not None:
-            with _disable_current_modes():
-                slots = self._slots([*args, *([kwargs] if kwargs else [])])
-            if not self._open:
-                self.__enter__()
-            self._open.append((path, slots))
+    def _enter(self, *given: Any) -> None:
+        if self._now is not None and not self._entered:
+            self._inside.__enter__()
+        super()._enter(*given)
 
-    def leave(self, path: str, module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        """At its end; that of the first one turns the mode off."""
-        if self._now is not None and self._open and self._open[-1][0] == path:
-            _, slots = self._open.pop()
-            if not self._open:
-                self.__exit__(None, None, None)
-            with _disable_current_modes():
-                self._now.add(path, type(module).__name__, slots, self._slots({"out": output}))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record an operator: what it writes is a result, what it reads an input."""
-        kwargs, schema = kwargs or {}, func._schema
-        written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
-            return func(*args, **kwargs)  # a view: nothing is computed
-        if "empty" in schema.name:  # it holds old memory
-            out = func(*args, **kwargs)
-            self._fresh.add(memory_of(out))
-            return out
-        given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | kwargs
-        fresh = {n for n in written if isinstance(given.get(n), torch.Tensor) and self._is_fresh(given[n])}
-        read = {n: v for n, v in given.items() if n not in fresh}
-        inputs = self._slots(read)
-        out = func(*args, **kwargs)
-        results = {"out": out} | {name: given[name] for name in sorted(written) if name in given}
-        if self._now is not None:
-            self._now.add(self._open[-1][0], schema.name, inputs, self._slots(results))
+    def _leave(self, *given: Any) -> Any:
+        inside = self._now is not None and bool(self._entered)
+        out = super()._leave(*given)
+        if inside and not self._entered:
+            self._inside.__exit__(None, None, None)
         return out
 
-    def _is_fresh(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing was written to it yet; from now on something is."""
-        storage = memory_of(tensor)
-        known = storage in self._fresh
-        self._fresh.discard(storage)
-        return known
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its rows, if the first axis counts tokens."""
+        record, count = self._now, tensor.shape[0] if tensor.dim() else 0
+        if count == record.sizes.predicted != record.sizes.tokens:  # rows of the logits
+            return tensor[record.predicted : record.predicted + 1]
+        each, rest = divmod(count, record.sizes.tokens)  # a token's heads may have rows of their own
+        return tensor if rest or not each else tensor[record.row * each : (record.row + 1) * each]
 
-    def _slots(self, value: Any) -> list[Slot]:
-        """The tensors, cut to the position's rows if their first axis counts tokens."""
-        made = []
-        for path, tensor in tensors_in(value):
-            weight = memory_of(tensor) in self._storages
-            mine = tensor.detach() if weight or not tensor.dim() else self._mine(tensor.detach())
-            kept = not weight and mine.numel() * mine.element_size() <= _MOST_BYTES
-            made.append(Slot(path, tuple(mine.shape), tensor.dtype, weight, mine.clone().cpu() if kept else None))
-        return made
-
-    def _mine(self, tensor: torch.Tensor) -> torch.Tensor:
-        count = tensor.shape[0]
-        if count == self._requests != self._tokens:  # rows of the logits
-            return tensor[self._index : self._index + 1]
-        each, rest = divmod(count, self._tokens)  # a token's heads may have rows of their own
-        return tensor if rest or not each else tensor[self._row * each : (self._row + 1) * each]
+    def _noted(self, slot: Slot, _tensor: torch.Tensor) -> Slot:
+        slot.value = None if slot.value is None else slot.value.cpu()  # it goes to another process
+        return slot
 
 
 class VllmTrace(Search):
@@ -274,21 +211,12 @@ class VllmTrace(Search):
 
     def _replayed(self, culprit: Culprit, pair: Pair, records: Sequence[StepRecord]) -> NamedCall:
         """The named call with the sizes that its step had, which the records were cut from."""
-        tokens = [sum(part.rows for part in self._lookers[arm.name].step) for arm in (self.a, self.b)]
-        given = [
-            slot for slot in pair.a.inputs if not slot.weight and slot.dtype.is_floating_point and len(slot.shape) > 1
-        ]
-        culprit = msgspec.structs.replace(
-            culprit, **pair.a.key._asdict(),
-            differences=dict(pair.unequal),
-            kernels=[_operators_in(pair, record) for record in records],
-            shapes=[{slot.path: [count, *slot.shape[1:]] for slot in given} for count in tokens],
-            axes={slot.path: ["tokens", *[""] * (len(slot.shape) - 1)] for slot in given},
-            not_understood=pair.not_understood,
-        )  # fmt: skip
         self._control("step", None, _alongside(self._lookers[self.b.name]))
-        sentence = culprit_sentence(culprit, [Sizes(count, 0, 0) for count in tokens])
-        return NamedCall(msgspec.structs.replace(culprit, sentence=sentence))
+        given = [s for s in pair.a.inputs if not s.weight and s.dtype.is_floating_point and len(s.shape) > 1]
+        shapes = [{slot.path: [record.sizes.tokens, *slot.shape[1:]] for slot in given} for record in records]
+        axes = {slot.path: ["tokens", *[""] * (len(slot.shape) - 1)] for slot in given}
+        kernels = [_operators_in(pair, record) for record in records]
+        return NamedCall(named(culprit, pair, records, kernels=kernels, shapes=shapes, axes=axes))
 
 
 def _operators_in(pair: Pair, record: StepRecord) -> list[str]:

@@ -17,6 +17,7 @@ from nondet.sampling.analysis import SampleSummary
 _FAR = {"float32": 1 / 64, "float64": 1 / 64}
 _FAR_ELSE = 1.0
 _SHORT = ("bfloat16", "float16")  # whose rounding hides what float32 shows
+_SMALL = "as small as rounding makes it"
 _STEP = 4.0  # rounding moves a token's lead about as far as it moves logprobs
 DEFECT = "Look for a defect, such as keys or positions of another request that are read"
 
@@ -44,7 +45,7 @@ class Size(NamedTuple):
         if self.is_bug:
             return "not rounding"
         is_open = None in self.margins or self.margin > _STEP * self.gap
-        return "rounding or a bug is not decided" if is_open else "as small as rounding makes it"
+        return "rounding or a bug is not decided" if is_open else _SMALL
 
     @property
     def text(self) -> str:
@@ -54,9 +55,12 @@ class Size(NamedTuple):
         smaller = " (a smaller bug shows with --dtype float32)" * (self.dtype in _SHORT and not self.is_bug)
         return f"{self.kind}: logprobs differ by up to {self.gap:.2g} nats{lead}{smaller}"
 
-    def beside(self, headline: str) -> str:
-        """A headline with the finding: a bug is said first."""
-        return f"{self.text}; {headline}" if self.is_bug else f"{headline}; {self.text}"
+    def beside(self, headline: str, *, brief: bool = False) -> str:
+        """A headline with the finding: a bug is said first. `brief`: for a page's head, which has two lines."""
+        if self.is_bug:
+            return f"{self.text}; {headline}"
+        said = f"{self.kind} (logprobs by up to {self.gap:.2g} nats)" if brief else self.text
+        return f"{headline}; what differs is {said}" if self.kind == _SMALL else f"{headline}; {said}"
 
 
 def size_of_samples(summaries: Iterable[SampleSummary], dtype: str, *, drawn: bool) -> Size | None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from nondet.cli import main
 from nondet.core.records import Control, OperatorCompared, Record, TraceVerdict
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
-from nondet.trace.against import Against, read_recording, record, renamed
+from nondet.trace.against import LONG, Against, read_recording, record, renamed, text_of
 from tests.build import tiers
 from tests.trace.conftest import model_of
 
@@ -232,6 +233,28 @@ def test_what_a_bounded_recording_leaves_out_is_counted(tmp_path: Path) -> None:
     verdict, records = compared(model, path)
     assert "could not be compared" in verdict.sentences[0]
     assert f"{recorded.left_out:,} calls left out of it" in notes(records)["recording"]
+
+
+def test_a_recording_reaches_attention_beyond_one_tile_of_keys(tmp_path: Path) -> None:
+    """A completion of 64 tokens does not: what differs from 129 keys on is named where the text is repeated."""
+    model, path = model_of("qwen3", max_position_embeddings=512), tmp_path / "long.safetensors"
+    loaded: Any = SimpleNamespace(model=model, device="cpu", context=512)
+
+    def beyond(out: torch.Tensor) -> torch.Tensor:
+        return torch.cat([out[:, :128], out[:, 128:] * 1.01], 1)
+
+    for least, finding in ((0, "no divergence observed"), (LONG, "not rounding")):
+        record(model, text_of(loaded, TOKENS[:4], 64, least), path, ABOUT)
+        with planted(model, "attention", beyond):
+            verdict, records = compared(model, path)
+        assert verdict.finding == finding, verdict.sentences
+    (op,) = [op for op in operators(records) if op.differing]
+    assert (op.call, op.module, op.differing) == ("attention", "model.layers.*.self_attn", 1)
+    loaded.context = 200
+    text = text_of(loaded, TOKENS[:4], 64, LONG)
+    made = record(model, text, path, ABOUT)
+    assert (len(text), list(map(len, made.texts))) == (199, [1, 64, 199])
+    assert text[:60] in (text[60 + i :][:60] for i in range(10))
 
 
 def test_no_recording_is_trusted(recording: Path, tmp_path: Path) -> None:

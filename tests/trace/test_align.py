@@ -8,7 +8,8 @@ import torch
 
 from nondet.sampling.plan import Span
 from nondet.trace.align import canonical, first_responsible, roles_of, select
-from nondet.trace.capture import Event, EventKey, Sizes, Slot, StepRecord, visible_keys
+from nondet.trace.capture import visible_keys
+from nondet.trace.recorder import Event, EventKey, Sizes, Slot, StepRecord
 
 
 def test_an_axis_counts_what_it_follows_in_every_step_seen() -> None:

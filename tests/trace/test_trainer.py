@@ -21,7 +21,7 @@ from nondet.mismatch.figures import Logprobs
 from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import Spec, score
 from nondet.sampling.model import LoadedModel, load_model
-from nondet.trace.capture import add_hooks
+from nondet.trace.recorder import add_hooks
 from tests.build import tiers
 from tests.trace.conftest import model_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -98,6 +99,11 @@ class Model(nn.Module):
         return hidden
 
 
+def sent(watcher: Any) -> Any:
+    """As a pipe brings it."""
+    return pickle.loads(pickle.dumps(watcher))  # noqa: S301 - ours
+
+
 class Engine:
     """Plays requests as vLLM's process does: everybody's next tokens in one step, prompts in chunks of four. Its runner
     is vLLM's first, which keeps one batch, or its second, which makes one a step and sorts it."""
@@ -130,9 +136,10 @@ class Engine:
             return SimpleNamespace(req_ids=order, num_computed_tokens_np=np.array([done[r] for r in order]))
 
         llm, taken, step = SimpleNamespace(collective_rpc=lambda f: [f(worker)]), list[Any](), 0
+        there = sent(watcher)  # vLLM's process is another one
         with ExitStack() as stack, torch.inference_mode():
-            if watcher is not None:
-                stack.enter_context(watcher.attached(llm, taken))
+            if there is not None:
+                stack.enter_context(there.attached(llm, taken))
             while True:
                 here = [r for r in requests if r.arrival_step <= step and len(logprobs[r.id]) < r.max_new_tokens]
                 if not here and all(len(logprobs[r.id]) == r.max_new_tokens for r in requests):
@@ -144,6 +151,8 @@ class Engine:
                     taken.append(SimpleNamespace(num_scheduled_tokens=counts))
                     now = runner.prepare_inputs(taken[-1]) if self.second else batch
                     self._step(parts_of(now, counts), texts, done, logprobs)
+        if watcher is not None:
+            vars(watcher).update(vars(sent(there)))
         outcomes = []
         for r in requests:
             values = np.float32(logprobs[r.id]).tobytes()
