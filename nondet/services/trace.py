@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,10 +195,10 @@ class TraceRequest(o.ModelOptions, Request):
     def _check_recording(self) -> None:
         if self.match is not None and self.against is None:
             raise UserError("--match without --against", "Add --against, or leave it out.")
-        others = ("load", "engine", "run", "request", "repro", "resume")
+        others = ("load", "run", "request", "repro", "resume")
         for name in ("record", "against") if self.record or self.against else ():
             if getattr(self, name) is not None:
-                own = ("against", "out") if name == "record" else ("prompt", "prompt_file", "max_tokens")
+                own = ("against", "out") if name == "record" else ("engine", "prompt", "prompt_file", "max_tokens")
                 self.refuse((*others, *own), f"--{name} and {{}} exclude each other", "See docs/trace.md.")
         if self.record is not None:
             if self.record.suffix != ".safetensors":
@@ -293,19 +293,21 @@ def _record(request: TraceRequest, path: Path, sink: Sink) -> Path:
     from nondet.sampling.implementations import implementation
     from nondet.sampling.model import check_lengths
     from nondet.trace.against import LONG, MOST_BYTES, record, text_of
+    from nondet.trace.vllm import played
 
-    text = prompt_text(request.prompt, request.prompt_file)
+    text, of_vllm = prompt_text(request.prompt, request.prompt_file), request.engine == "vllm"
     loaded = open_model(request, sink)
     prompt = loaded.encode(text)
     check_lengths(loaded, prompt, request.max_tokens)
     made = collect()
     of = [f"{name} {made[name]}" for name in ("torch", "transformers", "cpu", "gpu") if made.get(name)]
-    made_by = ", ".join([loaded.name, loaded.dtype, request.impls[0], *of])[:400]
+    made_by = ", ".join([*["vLLM"][:of_vllm], loaded.name, loaded.dtype, request.impls[0], *of])[:400]
     about = {"dtype": loaded.dtype, "threads": torch.get_num_threads(), "made_by": made_by}
-    with implementation(request.impls[0]):
+    with implementation("stock" if of_vllm else request.impls[0]):
         least = 0 if "max_tokens" in request.given else LONG
         tokens = text_of(loaded, prompt, request.max_tokens, least)
-        recorded = record(loaded.model, tokens, path, about)
+        play = partial(played, loaded, request.impls[0]) if of_vllm else None
+        recorded = record(loaded.model, tokens, path, about, play)
     calls = sum(map(len, recorded.calls))
     left = f"; {recorded.left_out:,} calls without their numbers, beyond {MOST_BYTES >> 30} GiB"
     sink.say(

@@ -25,7 +25,7 @@ import msgspec
 import torch
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 
 from nondet.core.compare import difference, digest, identical, parts_of
 from nondet.core.records import Control, Count, Difference, OperatorCompared, Record, Size, TraceVerdict
@@ -142,13 +142,15 @@ class _Calls(FineCapture):
         return slot
 
 
-def forward(model: Any, tokens: Sequence[int], seen: Seen | None = None) -> torch.Tensor:
-    """The logits of a plain forward, each of whose calls `seen` gets."""
+def forward(model: Any, tokens: Sequence[int], seen: Seen | None = None, *, last: bool = False) -> torch.Tensor:
+    """The logits of a plain forward, only the last token's if `last`; `seen` gets each of its calls."""
     regions = ["embedding", *map(str, range(len(find_layers(model)))), "head"]
+    given: dict[str, Any] = {"logits_to_keep": 1} if last else {}
     with torch.no_grad(), ExitStack() as stack:
         for calls in [_Calls(region, seen) for region in regions] if seen else []:
             stack.enter_context(calls.attached(model, calls))
-        logits: torch.Tensor = model(input_ids=torch.tensor([[*tokens]], device=model.device), use_cache=False).logits
+        ids = torch.tensor([[*tokens]], device=model.device)
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False, **given).logits
     return logits
 
 
@@ -178,12 +180,22 @@ class Kept:
             self.tensors[name] = tensor.detach().cpu().contiguous()
         return name
 
+    def __getstate__(self) -> dict[str, Any]:
+        """To another process in one piece: each tensor by itself takes a file's descriptor."""
+        return {**vars(self), "tensors": save(self.tensors)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, tensors=load(state["tensors"]))
+
     def add(self, event: Event, out: Any = None) -> Any:
         """Keep a call of the last forward."""
         inputs = {slot.path: _WEIGHT if slot.weight else self.name(slot.value) for slot in event.inputs}
         outputs = [self.name(slot.value) for slot in event.outputs]
         self.calls[-1].append(Call(*event.key[:2], event.of_module, inputs, outputs, _constants(event)))
         return out
+
+
+Play = Callable[[Sequence[Sequence[int]]], Kept]  # an engine's forwards over texts
 
 
 def text_of(loaded: LoadedModel, prompt: Sequence[int], new: int, least: int = 0) -> list[int]:
@@ -195,16 +207,13 @@ def text_of(loaded: LoadedModel, prompt: Sequence[int], new: int, least: int = 0
     return (text * -(-wanted // len(text)))[:wanted]
 
 
-def record(model: Any, tokens: Sequence[int], path: Path, about: Mapping[str, Any], most: int = MOST_BYTES) -> Recorded:
-    """Write a recording; `about` has its last three fields. Raises UserError: the model's logits change when they are
-    computed again, or the disk is full."""
+def record(
+    model: Any, tokens: Sequence[int], path: Path, about: Mapping[str, Any], play: Play | None = None
+) -> Recorded:
+    """Write a recording; `about` has its last three fields, and `play` gives another engine's forwards. Raises
+    UserError: the model's logits change when they are computed again, or the disk is full."""
     made = Recorded(_FORMAT, [*tokens], [], [], _weights(model), 0, **about)
-    kept = Kept(most)
-    for text in made.texts:
-        kept.calls.append([])
-        kept.logits.append(kept.name(forward(model, text), whatever=True))
-        if digest(forward(model, text, kept.add)) != kept.logits[-1]:
-            raise UserError(_UNSTEADY, "Find out why: nondet trace.")
+    kept = (play or functools.partial(played, model))(made.texts)
     left_out = sum("" in (*call.inputs.values(), *call.outputs) for calls in kept.calls for call in calls)
     made = msgspec.structs.replace(made, calls=kept.calls, logits=kept.logits, left_out=left_out)
     with replacing(path) as scratch:
@@ -213,6 +222,17 @@ def record(model: Any, tokens: Sequence[int], path: Path, about: Mapping[str, An
         except SafetensorError as error:
             raise UserError(f"{path} can't be written: {one_line(str(error), 120)}", "Make room.") from error
     return made
+
+
+def played(model: Any, texts: Sequence[Sequence[int]], most: int = MOST_BYTES) -> Kept:
+    """The model's forwards over the texts. Raises UserError: the logits change when they are computed again."""
+    kept = Kept(most)
+    for text in texts:
+        kept.calls.append([])
+        kept.logits.append(kept.name(forward(model, text), whatever=True))
+        if digest(forward(model, text, kept.add)) != kept.logits[-1]:
+            raise UserError(_UNSTEADY, "Find out why: nondet trace.")
+    return kept
 
 
 def _constants(event: Event) -> dict[str, str]:
@@ -383,6 +403,8 @@ class Against:
         self._wholes: set[str] = set()  # modules that were compared as a whole
         self._explained: set[Key] = set()  # modules that differ because a call inside does
         self._partners: list[dict[EventKey, Call]] = []  # of each forward
+        one = [recording[1][name].shape[1:2] == (1,) for name in self.made.logits]
+        self._run = functools.partial(forward, model, last=all(one))  # vLLM gives one token's
         mine, theirs = _weights(model), {renamed(path, names): held for path, held in self.made.weights.items()}
         self._other = {path for path, held in theirs.items() if mine.get(path, held) != held}  # with other weights
 
@@ -392,7 +414,7 @@ class Against:
         most, known = max(self.made.tokens), self.model.get_input_embeddings().num_embeddings
         if most >= known:
             raise UserError(f"the recording has token {most}, and this model {known} tokens", "Give its model.")
-        logits = [forward(self.model, text) for text in self.made.texts]
+        logits = [self._run(text) for text in self.made.texts]
         for text, calls, before in zip(self.made.texts, self.made.calls, logits, strict=True):
             if not identical(self._forward(text, calls), before):
                 raise UserError(_UNSTEADY, "Find out why: nondet trace.")
@@ -420,7 +442,7 @@ class Against:
         def numbered(module: str, name: str, whole: bool, number: int) -> Event:
             return Event(EventKey(module, _MODULE if whole else name, number), [], [])
 
-        logits = forward(self.model, text, seen)
+        logits = self._run(text, seen)
         mine = [numbered(*e.key[:2], e.of_module, i) for i, e in enumerate(events)]
         theirs = [numbered(renamed(c.module, self._names), c.name, c.whole, i) for i, c in enumerate(calls)]
         pairs = {b.key.occurrence: a.key.occurrence for a, b in aligned(theirs, mine, [])}
@@ -507,7 +529,7 @@ class Against:
         for taken in [*singles, [*differing]]:
             away.clear()
             runs = zip(self.made.texts, self._partners, strict=True)
-            logits = [forward(self.model, text, self._replacing(taken, partners, away)) for text, partners in runs]
+            logits = [self._run(text, self._replacing(taken, partners, away)) for text, partners in runs]
             if not self._gap(logits):
                 which = _said(taken[0]) if len(taken) == 1 else f"all {len(taken)} operators that differ"
                 return f"taking {which} from the recording gives its logits, bit for bit"

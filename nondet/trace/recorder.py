@@ -164,8 +164,8 @@ class Recorder:
     _seen: Callable[[Event, Any], Any] | None = None
     _paused = 0
 
-    def __init__(self, region: str) -> None:
-        self.region = region
+    def __init__(self, region: str, seen: Callable[[Event, Any], Any] | None = None) -> None:
+        self.region, self._seen = region, seen
 
     @property
     def sees(self) -> bool:
@@ -182,12 +182,13 @@ class Recorder:
             self._paused -= 1
 
     def watch(self, model: Any, stack: ExitStack) -> None:
-        """Add hooks to the region's modules, a layer with itself; closing the stack removes them."""
+        """Add hooks to the region's modules, a layer with itself, or to all; closing the stack removes them."""
         self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
         layers = find_layers(model)
         among, layer = layers[0][0].rpartition(".")[0], self.region.isdigit() and layers[int(self.region)][0]
         for path, module in model.named_modules():
-            if f"{path}.".startswith(f"{layer}.") if layer else path and not path.startswith(among):
+            outside = path and not (self.region and path.startswith(among))
+            if f"{path}.".startswith(f"{layer}.") if layer else outside:
                 enter, leave = functools.partial(self._enter, path), functools.partial(self._leave, path)
                 add_hooks(stack, module, enter, leave)
 

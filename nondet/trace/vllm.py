@@ -10,22 +10,29 @@ Nothing is replaced, and no prefix is cached.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from nondet.core.compare import row_hashes
 from nondet.core.records import Culprit, TraceVerdict
-from nondet.sampling.plan import Outcome, Session, Span
+from nondet.errors import UserError
+from nondet.sampling.plan import PRESETS, Outcome, Request, Session, Span
+from nondet.trace.against import MOST_BYTES, Call, Kept
 from nondet.trace.align import Pair
 from nondet.trace.capture import RowHashes, step_of
-from nondet.trace.recorder import Operators, Recorder, Slot, StepRecord, add_hooks, find_layers, tensors_in
-from nondet.trace.search import Arm, NamedCall, Search, Site, named
+from nondet.trace.recorder import Event, Operators, Recorder, Slot, StepRecord, add_hooks, find_layers, tensors_in
+from nondet.trace.search import Arm, NamedCall, Search, Site, logits_at_fault, named
+
+if TYPE_CHECKING:
+    from nondet.sampling.model import LoadedModel
 
 _LISTED = 4  # prefills that are named
-_ATTENTION = "Attention"  # the class of vLLM's attention layer, whose inputs are query, key and value
+# classes of vLLM's: the attention layer, whose inputs are query, key and value, and what makes logits
+_ATTENTION, _LOGITS = "Attention", "LogitsProcessor"
 
 
 def parts_of(batch: Any, counts: Mapping[str, int]) -> list[Span]:
@@ -93,7 +100,7 @@ class Coarse(RowHashes, Looker):
                 if name.startswith(f"{path}.") and type(inner).__name__ == _ATTENTION:
                     add_hooks(stack, inner, partial(self._keys, i))
         for _, module in model.named_modules():
-            if type(module).__name__ == "LogitsProcessor":
+            if type(module).__name__ == _LOGITS:
                 add_hooks(stack, module, after=self._logits)
 
     def _begin(self, step: list[Span], args: Any, kwargs: Any) -> None:
@@ -171,6 +178,74 @@ class Fine(Looker, Recorder):
     def _noted(self, slot: Slot, _tensor: torch.Tensor) -> Slot:
         slot.value = None if slot.value is None else slot.value.cpu()  # it goes to another process
         return slot
+
+
+class Whole(Looker):
+    """Every module's call in each step of a session, in transformers' form, as a recording has them."""
+
+    def __init__(self, most: int) -> None:
+        self.kept = Kept(most)
+
+    def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
+        """On all modules."""
+        packed = getattr(model, "packed_modules_mapping", {})
+
+        def begin(*_: Any) -> None:
+            self.kept.calls.append([])
+            modules.start(StepRecord.whole())
+
+        def seen(event: Event, out: Any) -> Any:
+            self.kept.calls[-1] += in_transformers_form(event, packed, self.kept)
+            return out
+
+        modules = Recorder("", seen)
+        add_hooks(stack, model, begin)
+        modules.watch(model, stack)
+
+
+def in_transformers_form(event: Event, packed: Mapping[str, Sequence[str]], kept: Kept) -> Iterator[Call]:
+    """A module's call as transformers makes it: with an axis for the batch, a product for each of those that are
+    `packed` in one, a norm of a sum that was made before it, and attention by heads. None where the module is given
+    positions: transformers gives it cosines and sines."""
+    module: Any = event.function
+    path, kind, _ = event.key
+    parent, _, name = path.rpartition(".")
+    slots = [[slot.value for slot in of if slot.value is not None] for of in (event.inputs, event.outputs)]
+    given, out = ([x[None] if x.is_floating_point() else x[None].long() for x in of] for of in slots)
+    if module is None or not given or not out or (len(given) > 1 and not all(x.is_floating_point() for x in given)):
+        return
+    made, whole = {path: (given, out)}, kind != _ATTENTION
+    if not whole:
+        heads = [x.view(*x.shape[:2], -1, module.head_size) for x in (*given[:3], out[0])]
+        made, kind = {parent: ([x.transpose(1, 2) for x in heads[:3]], heads[3:])}, "attention"
+    elif name in packed:
+        pieces = out[0].split(module.output_sizes, -1)
+        made = {f"{parent}.{part}": (given, [piece]) for part, piece in zip(packed[name], pieces, strict=True)}
+    elif kind.endswith("RMSNorm") and len(given) == len(out) == 2:
+        made = {path: (out[1:], out[:1])}
+    elif kind == _LOGITS:
+        made = {"lm_head": (given, out)}
+        kept.logits.append(kept.name(out[0], whatever=True))
+    for where, (read, results) in made.items():
+        inputs = {str(i): kept.name(x) for i, x in enumerate(read, 1 - whole)}  # a function is given its module first
+        yield Call(where, kind, whole, inputs, [kept.name(x) for x in results], {})
+
+
+def played(loaded: LoadedModel, impl: str, texts: Sequence[Sequence[int]]) -> Kept:
+    """The forwards of vLLM over the texts, one request after the other. Raises UserError: it did not start, or its
+    answers change when it is recorded."""
+    from nondet.vllm.engine import VllmEngine
+
+    longest = len(texts[-1]) + 1
+    load = replace(PRESETS["none"], budget=longest)
+    requests = [Request(f"t{i}", True, tuple(text), 1, i) for i, text in enumerate(texts)]
+    arm, whole = Arm("recorded", requests[0].id, requests, load), cast("Any", Whole(MOST_BYTES))
+    with closing(VllmEngine(loaded, load, longest)) as engine, engine.implementation(impl):
+        sessions = arm.run(engine, every=True), arm.run(engine, whole, every=True)
+    if (note := logits_at_fault(*sessions)) or not len(whole.kept.calls) == len(whole.kept.logits) == len(texts):
+        raise UserError(note or "vLLM's steps are not one for each text", "Find out why: nondet trace --engine vllm.")
+    kept: Kept = whole.kept
+    return kept
 
 
 class VllmTrace(Search):

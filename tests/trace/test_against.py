@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from nondet.cli import main
 from nondet.core.records import Control, OperatorCompared, Record, TraceVerdict
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
-from nondet.trace.against import LONG, Against, read_recording, record, renamed, text_of
+from nondet.trace.against import LONG, Against, played, read_recording, record, renamed, text_of
 from tests.build import tiers
 from tests.trace.conftest import model_of
 
@@ -227,7 +228,7 @@ def test_modules_of_other_names_are_listed_and_a_file_maps_them(recording: Path,
 
 def test_what_a_bounded_recording_leaves_out_is_counted(tmp_path: Path) -> None:
     model, path = model_of("qwen3"), tmp_path / "small.safetensors"
-    recorded = record(model, TOKENS, path, ABOUT, most=150_000)
+    recorded = record(model, TOKENS, path, ABOUT, partial(played, model, most=150_000))
     assert 0 < recorded.left_out < sum(map(len, recorded.calls))
     assert path.stat().st_size < 150_000 + 250_000
     verdict, records = compared(model, path)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,13 +16,15 @@ import torch
 from torch import nn
 
 from nondet.cli import main
-from nondet.core.records import Control, Culprit, TraceVerdict
+from nondet.core.records import Control, Culprit, OperatorCompared, TraceVerdict
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.sampling.plan import Load, Outcome, Request, Session, Span, parse_load
 from nondet.services.trace import TraceRequest
+from nondet.trace.against import Against, Kept, read_recording, record
 from nondet.trace.search import Arm
-from nondet.trace.vllm import VllmTrace, parts_of
+from nondet.trace.vllm import VllmTrace, Whole, parts_of
+from tests.trace.conftest import model_of
 
 H, V, TOKENS = 16, 40, 6
 
@@ -258,6 +260,167 @@ def test_a_capture_that_changes_answers_names_nobody() -> None:
     assert verdict.finding == "unknown"
     assert controls["capture"].passed is False
     assert not culprits
+
+
+class QKVParallelLinear(nn.Module):
+    """Products of transformers' in one."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__()
+        self.parts, self.output_sizes = [lambda x, p=p: p(x) for p in parts], [len(p.weight) for p in parts]
+        self.off = 1.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.cat([part(x[None])[0] for part in self.parts], -1) * self.off, None
+
+
+class RMSNorm(nn.Module):
+    """Of a sum, where there is one."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.norm = [norm]
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        whole = x if residual is None else x + residual
+        out = self.norm[0](whole)
+        return out if residual is None else (out, whole)
+
+
+class HeadsApart(nn.Module):
+    """vLLM's attention over a whole text."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.of, self.head_size = [attention], attention.head_dim
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        heads = [x.view(1, len(x), -1, self.head_size).transpose(1, 2) for x in given]
+        out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](self.of[0], *heads, None, scaling=self.of[0].scaling)
+        return out.reshape(len(given[0]), -1)
+
+
+class SelfAttention(nn.Module):
+    """Around it."""
+
+    def __init__(self, of: Any) -> None:
+        super().__init__()
+        self.qkv_proj, self.o_proj = QKVParallelLinear(of.q_proj, of.k_proj, of.v_proj), QKVParallelLinear(of.o_proj)
+        self.q_norm, self.k_norm, self.attn = RMSNorm(of.q_norm), RMSNorm(of.k_norm), Heads(of)
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor, rotary: Any) -> torch.Tensor:
+        from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+        q, k, v = self.qkv_proj(x)[0].split(self.qkv_proj.output_sizes, -1)
+        q, k = (norm(y.view(len(x), -1, self.attn.head_size)) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
+        q, k = apply_rotary_pos_emb(*(y[None].transpose(1, 2) for y in (q, k)), *rotary(x[None], positions[None]))
+        q, k = (y.transpose(1, 2).reshape(len(x), -1) for y in (q, k))
+        return self.o_proj(self.attn(q, k, v))[0]
+
+
+class Mlp(nn.Module):
+    """Two products in one."""
+
+    def __init__(self, of: Any) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = QKVParallelLinear(of.gate_proj, of.up_proj), QKVParallelLinear(of.down_proj)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x)[0].chunk(2, -1)
+        return self.down_proj(torch.nn.functional.silu(gate) * up)[0]
+
+
+class Block(nn.Module):
+    """A layer."""
+
+    def __init__(self, of: Any) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = SelfAttention(of.self_attn), Mlp(of.mlp)
+        self.input_layernorm = RMSNorm(of.input_layernorm)
+        self.post_attention_layernorm = RMSNorm(of.post_attention_layernorm)
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor, residual: Any, rotary: Any) -> Any:
+        x, residual = (self.input_layernorm(x), x) if residual is None else self.input_layernorm(x, residual)
+        x, residual = self.post_attention_layernorm(self.self_attn(positions, x, rotary), residual)
+        return self.mlp(x), residual
+
+
+class Fused(nn.Module):
+    """A model of transformers' as vLLM arranges it: rows without a batch, fused products, sums inside of norms."""
+
+    packed_modules_mapping: ClassVar = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(self, of: Any) -> None:
+        super().__init__()
+        self.config, self.rotary, self.head = of.config, [of.model.rotary_emb], [of.lm_head]
+        self.model = nn.Module()
+        self.model.embed_tokens, self.model.norm = of.model.embed_tokens, RMSNorm(of.model.norm)
+        self.model.layers = nn.ModuleList(map(Block, of.model.layers))
+        self.logits_processor = LogitsProcessor()
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        body: Any = self.model
+        x, residual = body.embed_tokens(input_ids), None
+        for layer in body.layers:
+            x, residual = layer(positions, x, residual, self.rotary[0])
+        return body.norm(x, residual)[0]
+
+
+Heads = type("Attention", (HeadsApart,), {})  # found by its name
+
+
+def test_a_recording_of_vllm_is_read_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products, norms, attention and the whole feed-forward compare bit for bit; a planted difference is named."""
+    monkeypatch.setattr(LogitsProcessor, "forward", lambda _self, head, hidden: head(hidden))
+    model, tokens = model_of("qwen3"), [(7 * i + 3) % 159 + 1 for i in range(24)]
+    path, about = tmp_path / "v.safetensors", {"dtype": "float32", "threads": 1, "made_by": "a toy of vLLM"}
+
+    def compared(fault: Any = None) -> tuple[TraceVerdict, list[OperatorCompared], str]:
+        toy = Fused(model)
+        for layer in toy.model.layers if fault else ():
+            layer.get_submodule(fault).off = 1.01
+
+        def play(texts: Sequence[Sequence[int]]) -> Kept:
+            whole = Whole(2**24)
+            with ExitStack() as stack, torch.inference_mode():
+                whole.put(toy, list, stack)
+                for text in texts:
+                    hidden = toy(torch.tensor(text, dtype=torch.int32), torch.arange(len(text)))
+                    toy.logits_processor(toy.head[0], hidden[-1:])
+            kept: Kept = sent(whole).kept
+            return kept
+
+        record(model, tokens, path, about, play)
+        *records, verdict = Against(model, read_recording(path), {}).run()
+        assert isinstance(verdict, TraceVerdict)
+        listed = "; ".join(r.name for r in records if isinstance(r, Control))
+        return verdict, [r for r in records if isinstance(r, OperatorCompared)], listed
+
+    verdict, operators, listed = compared()
+    assert verdict.finding == "no divergence observed", verdict.sentences
+    assert verdict.sentences[-1] == "from end to end the logits have equal bits"
+    layer = "model.layers.*."
+    names = {f"{layer}{name}_proj" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.down")}
+    names |= {layer + name for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "mlp")}
+    found = {op.module: op.calls for op in operators}
+    layers = 3 * len(model.model.layers)
+    assert {*found.items()} >= {(name, layers) for name in names} | {
+        ("model.norm", 3),
+        ("lm_head", 3),
+        ("model.embed_tokens", 3),
+    }
+    assert ("attention", layers) in [(op.call, op.calls) for op in operators]
+    assert "other shapes" not in listed
+
+    for fault, module in (("self_attn.qkv_proj", "self_attn.q_proj"), ("mlp.down_proj", "mlp.down_proj")):
+        verdict, operators, _ = compared(fault)
+        assert verdict.finding == "not rounding"
+        assert next(op.module for op in operators if op.differing) == layer + module
 
 
 def test_an_engine_that_only_samples_is_refused() -> None:
