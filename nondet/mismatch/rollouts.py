@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -41,6 +42,20 @@ _LEAST = -104.0  # below it exp() is 0 in float32: no token is drawn
 _ID = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
+class Setting(NamedTuple):
+    """The setting of a distribution: logits divided by `heat`, all of them, or those that every cut keeps."""
+
+    heat: float = 1.0
+    cuts: Mapping[str, float] = MappingProxyType({})  # of "top-k", "min-p" and "top-p"
+
+    def __str__(self) -> str:
+        values = [("temperature", self.heat)] * (self.heat != 1) + [*self.cuts.items()]
+        return f" at {', '.join(f'{name} {value:.4g}' for name, value in values)}" if values else ""
+
+
+WHOLE = Setting()
+
+
 @dataclass(frozen=True)
 class Rollout:
     """A text and its sampled tokens."""
@@ -51,6 +66,7 @@ class Rollout:
     sampler: Logprobs  # [drawn] float32, at temperature 1 over the whole vocabulary unless something is wrong
     trainer: Logprobs | None = None  # the same of the trainer; None where it is to be computed
     step: int = 0  # of the training; 0 where it is unknown
+    setting: Setting = WHOLE  # that it was drawn with, where its line has it
 
 
 def by_rollout(values: np.ndarray, rollouts: Sequence[Rollout]) -> list[np.ndarray]:

@@ -13,11 +13,11 @@ from msgspec.structs import asdict
 
 from nondet.core.records import MismatchKind, Role, Run, TrainingStep, role_of
 from nondet.errors import UserError
-from nondet.mismatch.figures import ABOVE, Bin, Figures, coarse, interval_by_sequence, margin
+from nondet.mismatch.figures import Bin, Figures, coarse, explains, interval_by_sequence, margin
 from nondet.verdict.findings import Finding, Verdict, bounds_of, grouped
 from nondet.verdict.wording import Reason, reason, stated
 
-_NAMED = 0.9  # of the mismatch above rounding, or of tokens whose bits it gives: a hypothesis that is named
+_NAMED = 0.9  # of tokens whose bits a hypothesis gives: then it is named
 _LEFT = 10.0  # times rounding: a hypothesis that reproduces the bits of most tokens may leave this much in the others
 _MOVED = 0.1  # of the middle |d|, where each logprob is compared with the next token's: then it is that token's
 _FEWEST = 16  # tokens for a kind to be named: one fitted value explains a few, and two formulas agree on them
@@ -57,15 +57,14 @@ class Pair:
 
     @cached_property
     def named(self) -> MismatchKind | None:
-        """The hypothesis that is the cause: it gives exactly the same bits, or leaves least, at most a tenth and what
-        rounding explains; or None. K3 is exponential: a few tokens that are far off outweigh the rest, and any shift
-        fits them."""
+        """The hypothesis that is the cause: it gives exactly the same bits, or leaves least, and that explains it; or
+        None."""
         if self.figures is None or not self.figures.differ or (self.floor and self.floor.tokens < _FEWEST):
             return None
         exact = [k for k in self.kinds if k.exactly >= _NAMED and k.left <= _LEFT * k.floor]
         if exact:
             return max(exact, key=lambda k: (k.exactly, -k.left))
-        return next((k for k in self.kinds if k.k3 > ABOVE * k.floor >= k.left and removed(k) >= _NAMED), None)
+        return next((k for k in self.kinds if explains(k.k3, k.left, k.floor)), None)
 
     @property
     def off(self) -> list[str]:

@@ -111,7 +111,7 @@ def pair(
         rows = (logits / (heat if trained is None else trained)).float()
         return rows.gather(-1, ids[:, None]).squeeze(-1) - (over or kept)(rows)
 
-    trainer, sampler = score(model, texts, spec, fault, formula=formula), np.concatenate([r.sampler for r in texts])
+    trainer, sampler = score(model, texts, spec, fault, formulas=[formula] * len(texts)), np.concatenate([r.sampler for r in texts])
     seen = judged(model, texts, sampler, trainer)
     assert seen.figures.differ > 0  # other orders of addition, so that there is something to explain
     return seen
