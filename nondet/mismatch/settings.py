@@ -23,28 +23,28 @@ _SURE = 0.9  # of rows: where fewer are off a cut's edge, logits are so coarse t
 
 
 class Likely(NamedTuple):
-    """The most likely tokens of rows, in order: logprobs and cumulative probabilities [k, C] float64."""
+    """The most likely tokens of rows, in order: how far their logprobs are behind the first's, and cumulative
+    probabilities, [k, C] float64."""
 
-    logprobs: torch.Tensor
+    behind: torch.Tensor
     shares: torch.Tensor
 
     def kept(self, cuts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """[k, n]: the share of what cuts with values [k, 1], one of them [k, n], keep. As in vLLM, top-p is of the
-        share that the other cuts keep."""
-        mass, count = torch.ones_like(self.shares[:, :1]), self.shares.shape[-1]
-        last = torch.full_like(mass, count, dtype=torch.long)
-        if (most := cuts.get("top-k")) is not None:
-            last = last.minimum(most.round().long() - 1)
+        """[k, n]: the share of what cuts with values [k, 1], one of them [k, n], keep. As in vLLM, top-k keeps all that
+        equal the last, and top-p is of the share that the other cuts keep."""
+        reach, last = torch.full_like(self.shares[:, :1], torch.inf), self.shares.shape[-1] - 1
+        if (count := cuts.get("top-k")) is not None:
+            at = self.behind.gather(-1, (count.round().long() - 1).clamp(0, last))
+            reach = torch.where(count <= last, at, torch.inf)
         if (least := cuts.get("min-p")) is not None:
-            behind = self.logprobs[:, :1] - self.logprobs
-            last = last.minimum(torch.searchsorted(behind, -least.log().contiguous(), right=True) - 1)
-        if cuts.keys() - {"top-p"}:
-            mass = torch.where(last < count, self.shares.gather(-1, last.clamp(0, count - 1)), 1.0)
+            reach = reach.minimum(-least.log())
+        ends = torch.searchsorted(self.behind, reach.contiguous(), right=True) - 1
+        mass = torch.where(reach.isinf(), 1.0, self.shares.gather(-1, ends))
         if (share := cuts.get("top-p")) is None:
             return mass
-        at = torch.searchsorted(self.shares, (wanted := share * mass).contiguous())
+        ends = torch.searchsorted(self.shares, (wanted := share * mass).contiguous())
         # with a larger vocabulary the nucleus may go beyond these columns
-        return torch.where(at < count, self.shares.gather(-1, at.clamp(max=count - 1)), wanted)
+        return torch.where(ends <= last, self.shares.gather(-1, ends.clamp(max=last)), wanted)
 
 
 class Logits:
@@ -78,8 +78,8 @@ class Logits:
 
     def likely(self, heat: torch.Tensor, total: torch.Tensor) -> Likely:
         """The most likely tokens at temperatures [k, 1]."""
-        logprobs = self.heated(self.top, heat).double() - total[:, None]
-        return Likely(logprobs, logprobs.exp().cumsum(-1).clamp(max=1.0))
+        scaled = self.heated(self.top, heat).double()
+        return Likely(scaled[:, :1] - scaled, (scaled - total[:, None]).exp().cumsum(-1).clamp(max=1.0))
 
     def logprobs(self, each: Sequence[Setting], edge: float = 0.0) -> torch.Tensor:
         """[k] float64, under the setting of each row, or the one of all; a token that is cut off is divided by the kept

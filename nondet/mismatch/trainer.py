@@ -36,6 +36,11 @@ FORMULAS: dict[str, Formula] = {
 }
 
 
+def at_heat(formula: Formula, heat: float, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Logprobs at a temperature; at 1 the formula's own bits."""
+    return formula(logits if heat == 1 else logits / heat, ids)
+
+
 @dataclass(frozen=True)
 class Spec:
     """A trainer, as `--trainer` describes it; "" means the model's own."""
