@@ -195,7 +195,7 @@ def _records(
             say(f"{arm}: the trainer's forward")
             keep = rows.of_the_trainer(rollouts) if rows is not None else None
             # as trainers do, under the temperature that a line was drawn with
-            formulas = [partial(at_heat, FORMULAS[spec.formula], r.setting.heat) for r in rollouts]
+            formulas = [partial(at_heat, FORMULAS[spec.formula], r.setting.get("temperature", 1.0)) for r in rollouts]
             values = [score(trainer.model, rollouts, spec, gradients=True, keep=keep, formulas=formulas)]
         trained_at, sides = time.perf_counter(), (np.concatenate([r.sampler for r in rollouts]), np.concatenate(values))
         for r, mine in zip(rollouts, by_rollout(sides[1], rollouts), strict=True):

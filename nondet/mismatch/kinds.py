@@ -27,7 +27,7 @@ import torch
 from nondet.core.records import MismatchFloor, MismatchKind
 from nondet.mismatch.figures import ABOVE, Floats, Logprobs, coarse, explains, margin
 from nondet.mismatch.rollouts import WHOLE, Rollout, Setting, by_rollout
-from nondet.mismatch.settings import Logits, formula_of, nearest
+from nondet.mismatch.settings import CUTS, Logits, formula_of, heated, nearest
 from nondet.mismatch.trainer import (
     FORMULAS,
     NO_FAULT,
@@ -50,9 +50,9 @@ _SIDES = {"trainer": 1.0, "sampler": -1.0}
 _FEW = 100  # tokens: for fewer, a less plausible setting may be nearer by chance
 _FAR = 10.0  # times rounding: then no other setting of both sides is the reason
 _EDGE = 16.0  # times what rounding changes in a logprob: a token that is that near to a cut may be on either side of it
-_CUTS = ("top-k", "min-p", "top-p")
-# What both sides may share, the simplest first: a cut and whether a temperature is fitted with it.
-_FORMS = (("", True), ("top-p", False), ("top-k", False), ("min-p", False), *((cut, True) for cut in _CUTS[::-1]))
+_HEAT = "temperature"
+# What both sides may share, the simplest first.
+_FORMS = ((_HEAT,), ("top-p",), ("top-k",), ("min-p",), (_HEAT, "top-p"), (_HEAT, "top-k"), (_HEAT, "min-p"))
 
 # What one side may do to tokens and positions: cause, what it is in words, and how the forward has it.
 _FAULTS = (
@@ -98,13 +98,13 @@ def fit(
     of = _Fit(model, rollouts, spec, {"sampler": sampler, "trainer": trainer}, impl)
     yield of.floor
     explained = of.floor.k3 <= ABOVE * of.floor.floor
-    settings = [of.by_setting("", True), *(of.by_setting(cut, False) for cut in _CUTS)]
+    settings = (of.by_setting((name,)) for name in (_HEAT, *CUTS))
     for kind in chain(of.by_format(), of.by_formula(), of.by_lines(), *settings, of.by_forwards(older)):
         explained |= kind.exactly >= CERTAIN or explains(kind.k3, kind.left, kind.floor)
         yield kind
     off = [side for side in of.given if getattr(of.floor, side) > ABOVE * of.floor.own]
-    for cut in () if explained else _CUTS:  # two values are fitted where one explains nothing
-        yield from of.by_setting(cut, True, off)
+    for cut in () if explained else CUTS:  # two values are fitted where one explains nothing
+        yield from of.by_setting((_HEAT, cut), off)
 
 
 class _Fit:
@@ -141,7 +141,7 @@ class _Fit:
             rollouts=len(chosen),
             k3=_k3(self.distance),
             floor=2 * away["own"],
-            wide=f"{wider}{self.base[0] if _alike(self.base) else ' at the settings of its lines'}",
+            wide=f"{wider}{_text(self.base)}",
             **away,
         )
 
@@ -161,7 +161,7 @@ class _Fit:
     def _under(self, settings: Sequence[Setting], of: Logits | None = None) -> torch.Tensor:
         """The logprobs of `rows`, in the wider format unless other logits are given."""
         each = settings[:1] if _alike(settings) else [settings[i] for i in self.of_rows]
-        return (of or self.far).logprobs(each, self.edge / min(s.heat for s in each))
+        return (of or self.far).logprobs(each, self.edge / min(one.get(_HEAT, 1.0) for one in each))
 
     def _exact(self, fault: Fault = NO_FAULT) -> Logprobs:
         """In the wider format, in which no padding is needed but where it is the fault."""
@@ -173,7 +173,7 @@ class _Fit:
         return score(of, self.rollouts, spec, padded=self.padded, formulas=self._formulas())
 
     def _formulas(self) -> list[Formula]:
-        return [formula_of(one, self.edge / one.heat) for one in self.base]
+        return [formula_of(one, self.edge / one.get(_HEAT, 1.0)) for one in self.base]
 
     def _rounding(self, settings: Sequence[Setting]) -> float:
         """K3 between the model's own forward and the wider one, under settings of the rollouts."""
@@ -187,8 +187,8 @@ class _Fit:
         """The setting of both sides' logprobs: the simplest at which both are near, or one is and the other is far."""
         sides = [torch.from_numpy(x[self.rows]).to(self.far.top.device).double() for x in self.given.values()]
         loose: dict[bool, Sequence[Setting]] = {}
-        for settings, fitted in self._settings(sides):
-            if loose and fitted > 1 and len(sides[0]) > _FEW:
+        for settings, names in self._settings(sides):
+            if loose and len(names) > 1 and len(sides[0]) > _FEW:
                 break
             rounding, logprobs = self._rounding(settings), self._under(settings)
             near, far = sorted(_k3((x - logprobs).cpu().numpy()) / max(rounding, 1e-300) for x in sides)
@@ -198,13 +198,12 @@ class _Fit:
                 loose.setdefault(far <= margin(len(sides[0])), settings)
         return loose.get(True) or loose.get(False) or self.base
 
-    def _settings(self, sides: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[Setting], int]]:
-        """What both sides may share, the simplest first, and how many values of it are fitted to one of them."""
-        yield self.base, 0
-        yield from ((settings, 0) for settings in of_lines(self.rollouts))
-        for cut, heat in _FORMS:
+    def _settings(self, sides: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[Setting], Sequence[str]]]:
+        """What both sides may share, the simplest first, and what of it is fitted to one of them."""
+        yield from ((settings, ()) for settings in (self.base, *of_lines(self.rollouts)))
+        for names in _FORMS:
             for side in sides:
-                yield [nearest(self.far, side, WHOLE, cut=cut, heat=heat)] * len(self.rollouts), heat + bool(cut)
+                yield [nearest(self.far, side, WHOLE, names)] * len(self.rollouts), names
 
     def by_format(self) -> Iterator[MismatchKind]:
         """Hypotheses: logprobs that were rounded on one side."""
@@ -217,8 +216,8 @@ class _Fit:
 
     def by_formula(self) -> Iterator[MismatchKind]:
         """Hypotheses: both sides have the bits of the same logits, by two formulas."""
-        heats = self.near.column([self.base[i].heat for i in self.of_rows])
-        logits, ids = self.near.heated(self.near.logits, heats), self.near.ids.squeeze(-1)
+        heats = self.near.columns([self.base[i] for i in self.of_rows])[_HEAT]
+        logits, ids = heated(self.near.logits, heats), self.near.ids.squeeze(-1)
         values = {name: f(logits, ids).cpu().numpy() for name, f in FORMULAS.items() if name != "low-precision"}
         same, by = dict[str, Floats](), dict[str, str]()
         for side, given in self.given.items():
@@ -235,20 +234,19 @@ class _Fit:
         """What a setting leaves that the lines have, where one side's logprobs are under it."""
         whole = [] if _alike(self.base) else [[WHOLE] * len(self.base)]  # else a fit finds it
         for settings in (*whole, *of_lines(self.rollouts)):
-            names = [name for name in ("temperature", *_CUTS) if any(map(partial(_other, name), settings, self.base))]
-            fitted = str(settings[0]).removeprefix(" at ") if _alike(settings) else "of each line"
+            pairs = [*zip(settings, self.base, strict=True)]
+            names = [name for name in (_HEAT, *CUTS) if any(one.get(name) != base.get(name) for one, base in pairs)]
             for side in _SIDES if names else ():
-                yield self._of_setting(" and ".join(names), side, settings, fitted)
+                yield self._of_setting(" and ".join(names), side, settings, _text(settings).removeprefix(" at "))
 
-    def by_setting(self, cut: str, heat: bool, sides: Sequence[str] = tuple(_SIDES)) -> Iterator[MismatchKind]:
+    def by_setting(self, names: Sequence[str], sides: Sequence[str] = tuple(_SIDES)) -> Iterator[MismatchKind]:
         """What a setting leaves that was fitted to one side, by the other side's logprobs and d."""
-        cause = " and ".join(["temperature"] * heat + [cut] * bool(cut))
         for side in sides if _alike(self.base) else ():
             base = self._under(self.base)
             wanted = base + _SIDES[side] * torch.from_numpy(self.distance[self.rows]).to(base)
-            setting = nearest(self.far, wanted, self.base[0], cut=cut, heat=heat)
-            fitted = [f"{setting.heat:.4g}"] * heat + [f"{setting.cuts[cut]:.4g}" for _ in cut[:1]]
-            yield self._of_setting(cause, side, [setting] * len(self.base), ", ".join(fitted))
+            setting = nearest(self.far, wanted, self.base[0], names)
+            fitted = ", ".join(f"{setting.get(name, 1.0):.4g}" for name in names)
+            yield self._of_setting(" and ".join(names), side, [setting] * len(self.base), fitted)
 
     def _of_setting(self, cause: str, side: str, settings: Sequence[Setting], fitted: str) -> MismatchKind:
         change = (self._under(settings) - self._under(self.base)).cpu().numpy()
@@ -288,12 +286,13 @@ class _Fit:
 def of_lines(rollouts: Sequence[Rollout]) -> list[Sequence[Setting]]:
     """The settings that the lines of the rollouts have, of each: the temperature by itself, and all."""
     every = [r.setting for r in rollouts]
-    heats = [Setting(setting.heat) for setting in every]
-    return [of for of in ([heats, every] if heats != every else [every]) if of != [WHOLE] * len(of)]
+    heats = [{name: value for name, value in one.items() if name == _HEAT} for one in every]
+    return [of for of in ([heats, every] if heats != every else [every]) if any(of)]
 
 
-def _other(name: str, one: Setting, base: Setting) -> bool:
-    return one.heat != base.heat if name == "temperature" else one.cuts.get(name) != base.cuts.get(name)
+def _text(settings: Sequence[Setting]) -> str:
+    values = [f"{name} {value:.4g}" for name, value in settings[0].items()]
+    return (f" at {', '.join(values)}" if values else "") if _alike(settings) else " at the settings of each line"
 
 
 def difference_of(model: Any, older: Any) -> tuple[str, str]:

@@ -12,9 +12,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -43,18 +42,8 @@ _LEAST = -104.0  # below it exp() is 0 in float32: no token is drawn
 _ID = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-class Setting(NamedTuple):
-    """The setting of a distribution: logits divided by `heat`, all of them, or those that every cut keeps."""
-
-    heat: float = 1.0
-    cuts: Mapping[str, float] = MappingProxyType({})  # of "top-k", "min-p" and "top-p"
-
-    def __str__(self) -> str:
-        values = [("temperature", self.heat)] * (self.heat != 1) + [*self.cuts.items()]
-        return f" at {', '.join(f'{name} {value:.4g}' for name, value in values)}" if values else ""
-
-
-WHOLE = Setting()
+Setting = Mapping[str, float]  # of a distribution: its "temperature", "top-k", "min-p" and "top-p", those that it has
+WHOLE: Setting = {}
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,7 @@ class Rollout:
     sampler: Logprobs  # [drawn] float32, at temperature 1 over the whole vocabulary unless something is wrong
     trainer: Logprobs | None = None  # the same of the trainer; None where it is to be computed
     step: int = 0  # of the training; 0 where it is unknown
-    setting: Setting = WHOLE  # that it was drawn with, where its line has it
+    setting: Setting = field(default_factory=dict)  # that it was drawn with, where its line has it
 
 
 def by_rollout(values: np.ndarray, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
@@ -240,9 +229,9 @@ def _rollout(line: Any, fields: _Fields, name: str) -> Rollout:
             raise ValueError(f"{' and '.join(names)} has {len(values)} entries for {size} tokens")
         return np.asarray(values or [True] * size, dtype=bool)
 
-    for field in filter(None, (fields.prompt, fields.completion)):
-        if not getattr(line, field):
-            raise ValueError(f"no token ids: {field} is missing or empty")
+    for name_of in filter(None, (fields.prompt, fields.completion)):
+        if not getattr(line, name_of):
+            raise ValueError(f"no token ids: {name_of} is missing or empty")
     ids, whole = getattr(line, fields.completion), not (fields.prompt or fields.size)
     size = getattr(line, fields.size) or 0 if fields.size else len(ids)
     ids = [*(getattr(line, fields.prompt) if fields.prompt else ()), *ids]
@@ -264,9 +253,9 @@ def _rollout(line: Any, fields: _Fields, name: str) -> Rollout:
 
 def _setting(line: _Line) -> Setting:
     """What the line was drawn with; at temperature 0 its logprobs are those of 1."""
-    cuts = {"top-k": max(0, line.top_k or 0), "min-p": line.min_p or 0.0, "top-p": (line.top_p or 1.0) % 1.0}
-    on = {cut: value for cut, value in cuts.items() if value and line.temperature != 0}
-    return Setting(line.temperature or 1.0, on)
+    none, values = {"temperature": 1.0, "top-p": 1.0}, {"temperature": line.temperature, "top-k": line.top_k}
+    values |= {"min-p": line.min_p, "top-p": line.top_p}
+    return {n: v for n, v in values.items() if v and v > 0 and v != none.get(n) and line.temperature != 0}
 
 
 def _logprobs(side: str, field: str, values: Any, count: int, taken: npt.NDArray[np.int64]) -> Logprobs:
