@@ -153,10 +153,11 @@ def margin(tokens: int) -> float:
 
 def explains(k3: float, left: float, floor: float) -> bool:
     """Whether what leaves `left` of K3 is the cause of it: the rest may be rounding, and nine tenths of what can't be
-    are gone, and half of all; or 99.9% of all are, where a fitted value is coarser than float32."""
+    are gone, and half of all. Or 99% are gone, and the rest may be the rounding of a forward that the cause makes less
+    exact; or 99.9%, where a fitted value is coarser than float32."""
     rounding = ABOVE * floor
     gone = left <= rounding and k3 - left >= max(0.5 * k3, 0.9 * (k3 - rounding))
-    return k3 > rounding and (gone or left <= min(_FAINT * k3, _FAINT))
+    return k3 > rounding and (gone or left <= min(0.01 * k3, 4 * floor) or left <= min(_FAINT * k3, _FAINT))
 
 
 def coarse(values: Logprobs) -> str:
