@@ -129,7 +129,8 @@ class _Fit:
         self.rows = np.arange(0, len(tokens), self.stride)
         self.of_rows = np.repeat(np.arange(len(chosen)), [len(r.drawn) for r in self.rollouts])[self.rows]
         self.near, self.far = self._logits(model, self.plain, self.padded), self._logits(self.wide, _PLAIN, ())
-        self.edge, self.base = 0.0, [WHOLE] * len(chosen)
+        self.edge = 0.0
+        self.base: Sequence[Setting] = [WHOLE] * len(chosen)
         self.edge = _EDGE * math.sqrt(2 * self._rounding(self.base))
         self.base = self._common()
         self.own, self.exact = self._rounded(), self._exact()
@@ -285,9 +286,9 @@ class _Fit:
 
 def of_lines(rollouts: Sequence[Rollout]) -> list[Sequence[Setting]]:
     """The settings that the lines of the rollouts have, of each: the temperature by itself, and all."""
-    every = [r.setting for r in rollouts]
-    heats = [{name: value for name, value in one.items() if name == _HEAT} for one in every]
-    return [of for of in ([heats, every] if heats != every else [every]) if any(of)]
+    every: Sequence[Setting] = [r.setting for r in rollouts]
+    heats: Sequence[Setting] = [{name: value for name, value in one.items() if name == _HEAT} for one in every]
+    return [of for of in (heats, every)[heats == every :] if any(of)]
 
 
 def _text(settings: Sequence[Setting]) -> str:

@@ -27,7 +27,7 @@ from nondet.errors import UserError
 from nondet.mismatch import collect
 from nondet.mismatch import trainer as trainer_module
 from nondet.mismatch.rollouts import Rollout, read_rollouts
-from nondet.sampling.model import LoadedModel
+from nondet.sampling.model import LoadedModel, load_model
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import Outcome, decide, judge
 from nondet.verdict.mismatch import pairs, removed
@@ -453,6 +453,19 @@ def test_tokens_of_a_sampled_run_are_scored(tmp_path: Path, capsys: pytest.Captu
     assert (invariant.impl, invariant.finding) == ("invariant", Finding.CLEAN)
     assert main(["mismatch", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "n.jsonl")]) == 2
     assert "holds no completions" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_computed_divides_by_a_line_s_temperature(tmp_path: Path, monkeypatch: Any) -> None:
+    """As trainers do; only the sampler's cuts are not theirs."""
+    monkeypatch.setattr(collect, "fit", lambda *_: iter(()))
+    made, model = lines(2, trainer_logprobs=None), load_model(None, "bfloat16", "cpu").model
+    for given, heat in (({}, 1.0), ({"temperature": 0.5, "top_p": 0.9}, 0.5)):
+        run = found(tmp_path, [line | given for line in made], model="embedded", threads=1)
+        cold = [lambda x, ids, heat=heat: (x / heat).float().log_softmax(-1).gather(-1, ids[:, None])[:, 0]] * 2
+        texts = read_rollouts(tmp_path / "r.jsonl")
+        wanted = trainer_module.score(model, texts, trainer_module.Spec(), formulas=cold)
+        assert b"".join(r.trainer for r in run.mismatch_rollouts) == wanted.tobytes()
 
 
 @pytest.mark.slow
