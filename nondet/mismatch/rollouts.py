@@ -65,28 +65,25 @@ def by_rollout(values: np.ndarray, rollouts: Sequence[Rollout]) -> list[np.ndarr
 
 
 class _Fields(NamedTuple):
-    """A line's fields by a trainer's names; docs/on-policy.md names the versions. Logprobs and `counts` are of the
-    completion, or of the whole text where no prompt and no size bounds it."""
+    """A line's fields by a trainer's names; docs/on-policy.md has the versions. Without a prompt the completion is the
+    last tokens, as many as there are logprobs; a mask is needed where these are of the whole text."""
 
     completion: str  # token ids, of the whole text where there is no prompt
     sampler: str
     trainer: str
     prompt: str = ""
-    counts: str = ""  # mask of what was sampled
+    counts: str = ""  # mask of the completion: what was sampled
     real: tuple[str, ...] = ()  # masks of prompt and completion: what is no padding
-    size: str = ""  # tokens of the completion, the last ones
 
 
-_PLAIN = _Fields("completion_ids", "sampler_logprobs", "trainer_logprobs", "prompt_ids")
-_TRL = _Fields("completion_ids", "sampling_per_token_logps", "old_per_token_logps", "prompt_ids", "tool_mask")
-_VERL = _Fields("responses", "rollout_log_probs", "old_log_probs", "prompts", "response_mask", ("attention_mask",))
-_SLIME = _Fields("tokens", "rollout_log_probs", "log_probs", counts="loss_mask", size="response_length")
+_PADDED = ("prompt_mask", "completion_mask")
+_SLIME = _Fields("tokens", "rollout_log_probs", "log_probs", counts="loss_mask")
 _FORMS = (
-    _PLAIN,
-    _TRL._replace(real=("prompt_mask", "completion_mask")),
-    _VERL,
+    _Fields("completion_ids", "sampler_logprobs", "trainer_logprobs", "prompt_ids"),
+    _Fields("completion_ids", "sampling_per_token_logps", "old_per_token_logps", "prompt_ids", "tool_mask", _PADDED),
+    _Fields("responses", "rollout_log_probs", "old_log_probs", "prompts", "response_mask", ("attention_mask",)),
     _SLIME,
-    _SLIME._replace(counts="loss_masks", size="response_lengths"),  # what its trainer saves
+    _SLIME._replace(counts="loss_masks"),  # what its trainer saves
     _Fields("token_ids", "inference_logprobs", "trainer_logprobs", counts="loss_mask"),  # prime-rl
     _Fields("response_ids", "rollout_logprobs", "trainer_logprobs", "prompt_token_ids", "loss_masks"),  # SkyRL
 )
@@ -106,7 +103,7 @@ class _Line(msgspec.Struct):
 def _decoder(fields: _Fields) -> msgspec.json.Decoder[Any]:
     types: dict[str, Any] = dict.fromkeys((fields.prompt, fields.completion), list[_ID])
     types |= dict.fromkeys((fields.counts, *fields.real), list[bool | int])
-    types |= dict.fromkeys((fields.sampler, fields.trainer), list[float | None]) | {fields.size: int}
+    types |= dict.fromkeys((fields.sampler, fields.trainer), list[float | None])
     own = [(name, of | None, None) for name, of in types.items() if name]
     return msgspec.json.Decoder(msgspec.defstruct("_Row", own, bases=(_Line,)))
 
@@ -191,7 +188,7 @@ def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
                 _check_names(line)
                 given = decode(names_of, line).keys()
                 # the one of most of whose fields the line has
-                fields = max(_FORMS, key=lambda f: len(given & {f.completion, f.prompt, f.sampler, f.size}))
+                fields = max(_FORMS, key=lambda f: len(given & {f.completion, f.prompt, f.sampler, f.counts}))
                 if not given & {f.completion for f in _FORMS} and {"input", "output"} <= given:
                     raise ValueError("only texts, as verl writes them to rollout_data_dir: no token ids, no logprobs")
                 rollout = _rollout(decode(_DECODERS[fields], line), fields, f"{prefix}{number}")
@@ -232,17 +229,15 @@ def _rollout(line: Any, fields: _Fields, name: str) -> Rollout:
     for name_of in filter(None, (fields.prompt, fields.completion)):
         if not getattr(line, name_of):
             raise ValueError(f"no token ids: {name_of} is missing or empty")
-    ids, whole = getattr(line, fields.completion), not (fields.prompt or fields.size)
-    size = getattr(line, fields.size) or 0 if fields.size else len(ids)
+    ids, given = getattr(line, fields.completion), getattr(line, fields.sampler)
+    size = len(ids) if fields.prompt else min(len(given or ids), len(ids))
     ids = [*(getattr(line, fields.prompt) if fields.prompt else ()), *ids]
-    if not 0 < size <= len(ids):
-        raise ValueError(f"{fields.size} is {size} for {len(ids)} tokens")
     real = mask(fields.real, len(ids), False)
-    taken = np.flatnonzero(mask((fields.counts,), size, whole) & real[-size:])
+    taken = np.flatnonzero(mask((fields.counts,), size, size == len(ids)) & real[-size:])
     drawn = (np.cumsum(real) - 1)[taken + len(ids) - size].tolist()  # where padding is dropped
     if not drawn or drawn[0] < 1:
         raise ValueError("no token was sampled after a prompt")
-    sampler, trainer = _logprobs("sampler", fields.sampler, getattr(line, fields.sampler), size, taken), None
+    sampler, trainer = _logprobs("sampler", fields.sampler, given, size, taken), None
     if (given := getattr(line, fields.trainer)) is not None:
         trainer = _logprobs("trainer", fields.trainer, given, size, taken)
     if (sampler < _LEAST).any():

@@ -270,7 +270,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "padding": (lines(2, sampler_logprobs=[0.0] * 8, trainer_logprobs=[0.0] * 8), r"of the sampler's logprobs are 0"),
     "verl's texts": ([{"input": "a", "output": "b", "step": 1}], r"line 1: only texts, as verl writes them"),
     "a mask of padding that is short": ([ROWS["verl"] | {"attention_mask": [1]}], r"attention_mask has 1 entries"),
-    "a size beyond the text": ([ROWS["slime"] | {"response_length": 7}], r"response_length is 7 for 6 tokens"),
+    "more logprobs than tokens": ([ROWS["slime"] | {"rollout_log_probs": [0.0] * 7, "loss_mask": [1] * 6}], r"7 .* for 6"),
     "no temperature": (lines(1, temperature=-1), r"line 1: temperature: .*-1"),
     "a mask of another length": ([{"token_ids": [1, 2], "loss_mask": [True]}], r"loss_mask has 1 entries for 2"),
 }  # fmt: skip
