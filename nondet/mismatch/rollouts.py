@@ -230,7 +230,9 @@ def _rollout(line: Any, fields: _Fields, name: str) -> Rollout:
         if not getattr(line, name_of):
             raise ValueError(f"no token ids: {name_of} is missing or empty")
     ids, given = getattr(line, fields.completion), getattr(line, fields.sampler)
-    size = len(ids) if fields.prompt else min(len(given or ids), len(ids))
+    if given is None:
+        raise ValueError(f"no logprobs: {fields.sampler} is missing")
+    size = len(ids) if fields.prompt else min(len(given), len(ids))
     ids = [*(getattr(line, fields.prompt) if fields.prompt else ()), *ids]
     real = mask(fields.real, len(ids), False)
     taken = np.flatnonzero(mask((fields.counts,), size, size == len(ids)) & real[-size:])
@@ -254,8 +256,6 @@ def _setting(line: _Line) -> Setting:
 
 
 def _logprobs(side: str, field: str, values: Any, count: int, taken: npt.NDArray[np.int64]) -> Logprobs:
-    if values is None:
-        raise ValueError(f"no logprobs: {field} is missing")
     if len(values) != count:
         raise ValueError(f"{field} has {len(values)} entries for {count} tokens")
     given: Any = [np.nan if v is None else v for v in values]

@@ -270,9 +270,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "padding": (lines(2, sampler_logprobs=[0.0] * 8, trainer_logprobs=[0.0] * 8), r"of the sampler's logprobs are 0"),
     "verl's texts": ([{"input": "a", "output": "b", "step": 1}], r"line 1: only texts, as verl writes them"),
     "a mask of padding that is short": ([ROWS["verl"] | {"attention_mask": [1]}], r"attention_mask has 1 entries"),
-    "more logprobs than tokens": ([ROWS["slime"] | {"rollout_log_probs": [0.0] * 7, "loss_mask": [1] * 6}], r"7 .* for 6"),
+    "all logprobs": ([ROWS["slime"] | {"rollout_log_probs": [0.0] * 7, "loss_mask": None}], "loss_mask has 0 entries"),
+    "slime without": ([ROWS["slime"] | {"rollout_log_probs": None}], "no logprobs: rollout_log_probs is missing"),
     "no temperature": (lines(1, temperature=-1), r"line 1: temperature: .*-1"),
-    "a mask of another length": ([{"token_ids": [1, 2], "loss_mask": [True]}], r"loss_mask has 1 entries for 2"),
+    "a mask of another length": ([ROWS["prime-rl"] | {"loss_mask": [True]}], r"loss_mask has 1 entries for 6"),
 }  # fmt: skip
 
 
