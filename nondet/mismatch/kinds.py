@@ -32,7 +32,6 @@ from nondet.mismatch.trainer import (
     FORMULAS,
     NO_FAULT,
     Fault,
-    Formula,
     Spec,
     rounded_to_fp8,
     score,
@@ -133,6 +132,7 @@ class _Fit:
         self.base: Sequence[Setting] = [WHOLE] * len(chosen)
         self.edge = _EDGE * math.sqrt(2 * self._rounding(self.base))
         self.base = self._common()
+        self.formulas = [formula_of(one, self.edge / one.get(_HEAT, 1.0)) for one in self.base]
         self.own, self.exact = self._rounded(), self._exact()
         self.distance = np.where(np.isnan(self.exact), np.nan, self.distance)
         away = {side: _k3(x.astype(np.float64) - self.exact) for side, x in (self.given | {"own": self.own}).items()}
@@ -167,14 +167,11 @@ class _Fit:
     def _exact(self, fault: Fault = NO_FAULT) -> Logprobs:
         """In the wider format, in which no padding is needed but where it is the fault."""
         spec, padded = (_PLAIN, ()) if fault.mask else (replace(self.plain, padding="left"), self.padded)
-        return score(self.wide, self.rollouts, spec, fault, padded=padded, formulas=self._formulas())
+        return score(self.wide, self.rollouts, spec, fault, padded=padded, formulas=self.formulas)
 
     def _rounded(self, of: Any = None, **changes: Any) -> Logprobs:
         of, spec = self.model if of is None else of, replace(self.plain, **changes)
-        return score(of, self.rollouts, spec, padded=self.padded, formulas=self._formulas())
-
-    def _formulas(self) -> list[Formula]:
-        return [formula_of(one, self.edge / one.get(_HEAT, 1.0)) for one in self.base]
+        return score(of, self.rollouts, spec, padded=self.padded, formulas=self.formulas)
 
     def _rounding(self, settings: Sequence[Setting]) -> float:
         """K3 between the model's own forward and the wider one, under settings of the rollouts."""

@@ -175,7 +175,6 @@ def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]
 
 def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
     """Each rollout with its file and line."""
-    names_of = msgspec.json.Decoder(dict[str, msgspec.Raw])
     try:
         for number, line, _ in lines_of(path):
             for begins, what in _NOT_JSONL.items() if number == 1 else ():
@@ -185,8 +184,7 @@ def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
             if not line.strip():
                 continue
             try:
-                _check_names(line)
-                given = decode(names_of, line).keys()
+                given = _names(line)
                 # the one of most of whose fields the line has
                 fields = max(_FORMS, key=lambda f: len(given & {f.completion, f.prompt, f.sampler, f.counts}))
                 if not given & {f.completion for f in _FORMS} and {"input", "output"} <= given:
@@ -201,19 +199,14 @@ def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
         raise UserError(f"no such file: {path}", "Give a .jsonl file of rollouts, or a folder of them.") from None
 
 
-def _check_names(line: bytes) -> None:
-    """Raises ValueError: a name occurs twice, and a reader would take one of its values without a warning."""
-    twice: list[str] = []
-
-    def note(pairs: list[tuple[str, Any]]) -> None:
-        twice.extend(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-
-    # an escape could hide one
-    if b"\\" in line or any(line.count(b'"%b"' % name.encode()) > 1 for name in _NAMES):
-        with suppress(ValueError, RecursionError):  # reported when it is read
-            json.loads(line, object_pairs_hook=note)
-    if twice:
+def _names(line: bytes) -> set[str]:
+    """Its fields. Raises ValueError: one is there twice, of which a reader would take one value without a warning."""
+    found = Counter[str]()
+    with suppress(ValueError, RecursionError, TypeError):  # reported when it is read
+        found.update(name for name, _ in json.loads(line, object_pairs_hook=tuple))
+    if twice := [name for name, times in found.items() if times > 1 and name in _NAMES]:
         raise ValueError(f"{twice[0]} is there twice")
+    return {*found}
 
 
 def _rollout(line: Any, fields: _Fields, name: str) -> Rollout:
