@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -27,12 +27,13 @@ import torch
 from nondet.core.records import MismatchFloor, MismatchKind
 from nondet.mismatch.figures import ABOVE, Floats, Logprobs, coarse, explains, margin
 from nondet.mismatch.rollouts import WHOLE, Rollout, Setting, by_rollout
-from nondet.mismatch.settings import CUTS, Logits, formula_of, heated, nearest
 from nondet.mismatch.trainer import (
     FORMULAS,
     NO_FAULT,
     Fault,
+    Formula,
     Spec,
+    at_heat,
     rounded_to_fp8,
     score,
     weights_changed,
@@ -53,6 +54,16 @@ _HEAT = "temperature"
 # What both sides may share, the simplest first.
 _FORMS = ((_HEAT,), ("top-p",), ("top-k",), ("min-p",), (_HEAT, "top-p"), (_HEAT, "top-k"), (_HEAT, "min-p"))
 
+_CUTS = ("top-k", "min-p", "top-p")
+_NONE = {"temperature": 1.0, "top-k": 2.0**31, "min-p": 1e-300, "top-p": 1.0}  # values that change nothing
+_CHUNK = 2**22  # of logits at once
+_COLUMNS = 2048  # of the largest logits that cuts are fitted in
+_HEATS = np.geomspace(0.25, 4.0, 11)
+_STEPS = {torch.float32: 14, torch.float64: 32}  # of a golden section around the best of these, by the wider format
+_TRIED = 64  # values of a cut at once, five times between ever closer ends
+_DIGITS = {"top-k": (-2, -1, 0), "min-p": (1, 2, 3, 4)}  # of a short value, the fewest first; else 1 to 3
+_SURE = 0.9  # of rows: where fewer are off a cut's edge, logits are so coarse that rows at an edge are like the others
+
 # What one side may do to tokens and positions: cause, what it is in words, and how the forward has it.
 _FAULTS = (
     *(("positions", name, Fault(positions=name)) for name in ("gap", "restart", "double")),
@@ -63,6 +74,134 @@ _FAULTS = (
     ("template", "its last token is missing", Fault(back=1)),
     ("template", "its last 2 tokens are missing", Fault(back=2)),
 )
+
+
+class _Logits:
+    """Rows of logits [k, V] in the format that they were computed in, and the tokens [k] that followed them."""
+
+    def __init__(self, logits: torch.Tensor, ids: torch.Tensor) -> None:
+        self.logits, self.ids = logits, ids[:, None]
+        self.top, ids_of_top = logits.topk(min(_COLUMNS, logits.shape[-1]), -1)
+        self.most = ids_of_top[:, :1]
+
+    def columns(self, each: Sequence[Setting]) -> dict[str, torch.Tensor]:
+        """Name -> values [k, 1] float64 of the settings of each row, or the one of all."""
+        values = {name: [float(one.get(name, _NONE[name])) for one in each] for one in each for name in one}
+        values |= {} if "temperature" in values else {"temperature": [1.0] * len(each)}
+        made = {n: torch.tensor(of, dtype=torch.float64, device=self.top.device) for n, of in values.items()}
+        return {name: of[:, None].expand(len(self.top), 1) for name, of in made.items()}
+
+    def logprobs(self, each: Sequence[Setting], edge: float = 0.0) -> torch.Tensor:
+        """[k] float64, under the setting of each row, or the one of all; a token that is cut off is divided by the kept
+        share, too. NaN where probabilities that are off by a share of `edge` would keep other tokens, unless that holds
+        of many rows."""
+        cuts = self.columns(each)
+        rows = _Heated(self, cuts.pop("temperature"))
+        if not cuts:
+            return rows.logprobs
+        values = rows.logprobs - rows.kept(cuts).squeeze(-1).log()
+        if edge:
+            less, more = ({"top-p": 1 - by, "min-p": 1 + by, "top-k": 1.0} for by in (edge, -edge))
+            few, many = (rows.kept({n: x * by[n] for n, x in cuts.items()}) for by in (less, more))
+            sure = (many <= few * (1 + 4 * edge)).squeeze(-1)
+            values = torch.where(sure, values, torch.nan) if sure.double().mean() >= _SURE else values
+        return values
+
+
+def _heated(x: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:
+    """Logits at temperatures [k, 1], divided and rounded as a division by a number does it."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) / heat.to(wide)).to(x.dtype)
+
+
+class _Heated:
+    """Rows of logits at temperatures [k, 1]: the logprobs of their tokens [k] float64, and what cuts keep."""
+
+    def __init__(self, of: _Logits, heat: torch.Tensor) -> None:
+        sums, size = [], max(1, _CHUNK // of.logits.shape[-1])
+        for part, most, by in zip(*(x.split(size) for x in (of.logits, of.most, heat)), strict=True):
+            x = _heated(part, by)  # the sum in float32 is relative to its largest term, and several times faster
+            sums.append(x.gather(-1, most).double() - x.float().log_softmax(-1).gather(-1, most).double())
+        total = torch.cat(sums)
+        self.logprobs = (_heated(of.logits.gather(-1, of.ids), heat).double() - total).squeeze(-1)
+        self._top = lambda: _heated(of.top, heat).double() - total
+
+    @cached_property
+    def _likely(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the most likely tokens, in order: how far each is behind the first, and cumulative probabilities, [k, C]
+        float64."""
+        top = self._top()
+        return top[:, :1] - top, top.exp().cumsum(-1).clamp(max=1.0)
+
+    def kept(self, cuts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """[k, n]: the share of what cuts with values [k, 1], one of them [k, n], keep. As in vLLM, top-k keeps all that
+        equal the last, and top-p is of the share that the other cuts keep."""
+        behind, shares = self._likely
+        reach, last = torch.full_like(shares[:, :1], torch.inf), shares.shape[-1] - 1
+        if (count := cuts.get("top-k")) is not None:
+            at = behind.gather(-1, (count.round().long() - 1).clamp(0, last))
+            reach = torch.where(count <= last, at, torch.inf)
+        if (least := cuts.get("min-p")) is not None:
+            reach = reach.minimum(-least.log().clamp(max=0))
+        ends = torch.searchsorted(behind, reach.contiguous(), right=True) - 1
+        mass = torch.where(reach.isinf(), 1.0, shares.gather(-1, ends))
+        if (share := cuts.get("top-p")) is None:
+            return mass
+        ends = torch.searchsorted(shares, (wanted := share * mass).contiguous())
+        # with a larger vocabulary the nucleus may go beyond these columns
+        return torch.where(ends <= last, shares.gather(-1, ends.clamp(max=last)), wanted)
+
+
+def _formula_of(setting: Setting, edge: float) -> Formula:
+    """From logits to logprobs; NaN at the edge of a cut, where rounding decides what is kept."""
+    if setting.keys() & {*_CUTS}:
+        return lambda logits, ids: _Logits(logits, ids).logprobs([setting], edge)
+    return partial(at_heat, FORMULAS["log_softmax"], setting.get("temperature", 1.0))
+
+
+def _nearest(of: _Logits, wanted: torch.Tensor, base: Setting, names: Sequence[str]) -> Setting:
+    """`base` with other values of these names, of which at most one is a cut, whose logprobs are nearest by squares."""
+    cut = next((name for name in names if name in _CUTS), "")
+
+    def at(heat: float) -> tuple[float, Setting]:
+        setting = {name: value for name, value in base.items() if name != "temperature"}
+        setting |= {"temperature": heat} if heat != 1 else {}
+        others = of.columns([setting])
+        rows = _Heated(of, others.pop("temperature"))
+        above = (wanted - rows.logprobs)[:, None]
+
+        def costs(values: torch.Tensor) -> torch.Tensor:
+            cuts = others | ({cut: values.to(above)[None].expand(len(above), -1)} if cut else {})
+            return ((above + rows.kept(cuts).log()) if cuts else above).square().nanmean(0)
+
+        if not cut:
+            return float(costs(above)[0]), setting
+        high = float(min(of.top.shape[-1], of.logits.shape[-1] - 1)) if cut == "top-k" else 1.0
+        low, power = {"top-k": (1.0, 1), "min-p": (0.05, 3), "top-p": (0.02, 1)}[cut]  # min-p by its cube root
+        for _ in range(5):
+            tried = torch.linspace(low, high, _TRIED, dtype=torch.float64)
+            cost = costs(tried**power)
+            best = (cost <= cost.min()).nonzero().squeeze(-1).cpu()  # often equal over an interval
+            low, high = (float(tried[i.clamp(0, _TRIED - 1)]) for i in (best[0] - 1, best[-1] + 1))
+        value = float(tried[best[len(best) // 2]]) ** power
+        value = _short(value, lambda v: float(costs(torch.tensor([v], dtype=torch.float64))[0]), cut)
+        return float(cost.min()), setting | {cut: value}
+
+    if "temperature" not in names:
+        return at(base.get("temperature", 1.0))[1]
+    least, best = min((at(float(heat))[0], i) for i, heat in enumerate(_HEATS))
+    low, middle, high = (float(_HEATS[min(max(0, i), len(_HEATS) - 1)]) for i in (best - 1, best, best + 1))
+    for _ in range(_STEPS[of.logits.dtype]):  # the wider part between the middle and an end is divided
+        tried = middle + (3 - 5**0.5) / 2 * (max(high, low, key=lambda end: abs(end - middle)) - middle)
+        if (cost := at(tried)[0]) < least:
+            tried, middle, least = middle, tried, cost
+        low, high = (tried, high) if tried < middle else (low, tried)
+    return at(_short(middle, lambda v: at(v)[0]))[1]
+
+
+def _short(value: float, cost: Callable[[float], float], name: str = "") -> float:
+    most, digits = 1.01 * cost(value), _DIGITS.get(name, (1, 2, 3))
+    return next((short for n in digits if (short := round(value, n)) > 0 and cost(short) <= most), value)
 
 
 def _k3(distance: Floats) -> float:
@@ -97,12 +236,12 @@ def fit(
     of = _Fit(model, rollouts, spec, {"sampler": sampler, "trainer": trainer}, impl)
     yield of.floor
     explained = of.floor.k3 <= ABOVE * of.floor.floor
-    settings = (of.by_setting((name,)) for name in (_HEAT, *CUTS))
+    settings = (of.by_setting((name,)) for name in (_HEAT, *_CUTS))
     for kind in chain(of.by_format(), of.by_formula(), of.by_lines(), *settings, of.by_forwards(older)):
         explained |= kind.exactly >= CERTAIN or explains(kind.k3, kind.left, kind.floor)
         yield kind
     off = [side for side in of.given if getattr(of.floor, side) > ABOVE * of.floor.own]
-    for cut in () if explained else CUTS:  # two values are fitted where one explains nothing
+    for cut in () if explained else _CUTS:  # two values are fitted where one explains nothing
         yield from of.by_setting((_HEAT, cut), off)
 
 
@@ -132,7 +271,7 @@ class _Fit:
         self.base: Sequence[Setting] = [WHOLE] * len(chosen)
         self.edge = _EDGE * math.sqrt(2 * self._rounding(self.base))
         self.base = self._common()
-        self.formulas = [formula_of(one, self.edge / one.get(_HEAT, 1.0)) for one in self.base]
+        self.formulas = [_formula_of(one, self.edge / one.get(_HEAT, 1.0)) for one in self.base]
         self.own, self.exact = self._rounded(), self._exact()
         self.distance = np.where(np.isnan(self.exact), np.nan, self.distance)
         away = {side: _k3(x.astype(np.float64) - self.exact) for side, x in (self.given | {"own": self.own}).items()}
@@ -146,7 +285,7 @@ class _Fit:
             **away,
         )
 
-    def _logits(self, of: Any, spec: Spec, padded: Sequence[int]) -> Logits:
+    def _logits(self, of: Any, spec: Spec, padded: Sequence[int]) -> _Logits:
         """The logits of `rows`."""
         kept, count = list[tuple[torch.Tensor, torch.Tensor]](), 0
 
@@ -157,9 +296,9 @@ class _Fit:
             count += len(values)
 
         score(of, self.rollouts, spec, padded=padded, keep=keep)
-        return Logits(*map(torch.cat, zip(*kept, strict=True)))
+        return _Logits(*map(torch.cat, zip(*kept, strict=True)))
 
-    def _under(self, settings: Sequence[Setting], of: Logits | None = None) -> torch.Tensor:
+    def _under(self, settings: Sequence[Setting], of: _Logits | None = None) -> torch.Tensor:
         """The logprobs of `rows`, in the wider format unless other logits are given."""
         each = settings[:1] if _alike(settings) else [settings[i] for i in self.of_rows]
         return (of or self.far).logprobs(each, self.edge / min(one.get(_HEAT, 1.0) for one in each))
@@ -201,7 +340,7 @@ class _Fit:
         yield from ((settings, ()) for settings in (self.base, *of_lines(self.rollouts)))
         for names in _FORMS:
             for side in sides:
-                yield [nearest(self.far, side, WHOLE, names)] * len(self.rollouts), names
+                yield [_nearest(self.far, side, WHOLE, names)] * len(self.rollouts), names
 
     def by_format(self) -> Iterator[MismatchKind]:
         """Hypotheses: logprobs that were rounded on one side."""
@@ -215,7 +354,7 @@ class _Fit:
     def by_formula(self) -> Iterator[MismatchKind]:
         """Hypotheses: both sides have the bits of the same logits, by two formulas."""
         heats = self.near.columns([self.base[i] for i in self.of_rows])[_HEAT]
-        logits, ids = heated(self.near.logits, heats), self.near.ids.squeeze(-1)
+        logits, ids = _heated(self.near.logits, heats), self.near.ids.squeeze(-1)
         values = {name: f(logits, ids).cpu().numpy() for name, f in FORMULAS.items() if name != "low-precision"}
         same, by = dict[str, Floats](), dict[str, str]()
         for side, given in self.given.items():
@@ -233,7 +372,7 @@ class _Fit:
         whole = [] if _alike(self.base) else [[WHOLE] * len(self.base)]  # else a fit finds it
         for settings in (*whole, *of_lines(self.rollouts)):
             pairs = [*zip(settings, self.base, strict=True)]
-            names = [name for name in (_HEAT, *CUTS) if any(one.get(name) != base.get(name) for one, base in pairs)]
+            names = [name for name in (_HEAT, *_CUTS) if any(one.get(name) != base.get(name) for one, base in pairs)]
             for side in _SIDES if names else ():
                 yield self._of_setting(" and ".join(names), side, settings, _text(settings).removeprefix(" at "))
 
@@ -242,7 +381,7 @@ class _Fit:
         for side in sides if _alike(self.base) else ():
             base = self._under(self.base)
             wanted = base + _SIDES[side] * torch.from_numpy(self.distance[self.rows]).to(base)
-            setting = nearest(self.far, wanted, self.base[0], names)
+            setting = _nearest(self.far, wanted, self.base[0], names)
             fitted = ", ".join(f"{setting.get(name, 1.0):.4g}" for name in names)
             yield self._of_setting(" and ".join(names), side, [setting] * len(self.base), fitted)
 
