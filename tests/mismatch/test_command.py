@@ -361,6 +361,7 @@ def test_the_embedded_model_differs_stock_and_not_invariant(whole: Path) -> None
     stock, invariant = judge(read_run(whole))
     assert (stock.finding, invariant.finding) == (Finding.MISMATCH, Finding.CLEAN)
     assert "Kind: numeric." in " ".join(stock.notes)
+    assert re.match(r"rounding: .*; K3 to float32 [\d.e-]+, up to [\d.e-]+ by rounding$", stock.text)
     assert "Invariant on both sides leaves 0 of 24" in " ".join(stock.notes)
     assert "at 24 positions drawn by seed all 4,096 logits are the same, so KL is 0 there." in invariant.notes[0]
     kl = [pair.kl for pair in pairs(read_run(whole)) if len(pair.whole.differ) == 24]
@@ -476,6 +477,7 @@ def test_no_kind_is_said_of_a_few_tokens(tmp_path: Path) -> None:
     run = found(tmp_path, made, model="embedded", threads=1)
     assert any(removed(k) > 0.9 and k.left < k.floor for k in pairs(run)[0].kinds)
     [verdict] = judge(run)
+    assert verdict.text.startswith("rounding or not is not decided of so few tokens: sampler and trainer disagree")
     assert [n for n in verdict.notes if n.startswith("Kind")] == [
         "Kind: not said of 2 tokens; any one value fits so few. It takes 16."
     ]

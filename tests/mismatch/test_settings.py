@@ -22,6 +22,7 @@ from nondet.core.records import Header, MismatchRollout, Run
 from nondet.mismatch.kinds import fit, share_of
 from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import NO_FAULT, Fault, Spec, score
+from nondet.verdict.gate import judge
 from nondet.verdict.mismatch import Pair, pairs
 from tests.build import tiers
 
@@ -141,7 +142,10 @@ def judged(
         run.add(MismatchRollout(impl="file", name=r.name, tokens=len(r.drawn), ids=list(r.ids), **sides))
     for record in fit(model, texts, spec, sampler, trainer, "file", older):
         run.add(record)
-    return pairs(run)[0]
+    seen = pairs(run)[0]
+    wrong = bool(seen.off) if seen.named is None else seen.named.k3 > 1.5 * seen.named.floor  # another formula rounds
+    assert judge(run)[0].text.startswith("not rounding: " if wrong else "rounding: ")
+    return seen
 
 
 SOUND: dict[str, dict[str, Any]] = {
