@@ -129,7 +129,7 @@ def _said(pair: Pair) -> tuple[str, Reason | None]:
         return "not rounding" if sure else f"rounding or not is not decided {of}", None
     of, number, bound = f"K3 to {f.wide}", max(f.sampler, f.trainer), margin(f.tokens) * f.own
     if k is not None:
-        of, number, bound = f"of {f.tokens:,} tokens", k.k3, ABOVE * k.floor
+        of, number, bound = f"K3 of {f.tokens:,} tokens", k.k3, ABOVE * k.floor
     said = "rounding" if number <= bound else "not rounding"
     return said, reason("mm-bound", of=of, number=number, bound=bound)
 
