@@ -26,7 +26,7 @@ from nondet.mismatch.arms import arm_of
 from nondet.mismatch.figures import Logprobs
 from nondet.mismatch.kinds import fit
 from nondet.mismatch.rollouts import Rollout, by_rollout
-from nondet.mismatch.trainer import Keep, Spec, layout, micro_batches, score, widths
+from nondet.mismatch.trainer import FORMULAS, Keep, Spec, at_heat, layout, micro_batches, score, widths
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Request, Sampling, Session, StepLog, Watcher
@@ -194,7 +194,9 @@ def _records(
         if len(values) < len(rollouts) and trainer is not None:
             say(f"{arm}: the trainer's forward")
             keep = rows.of_the_trainer(rollouts) if rows is not None else None
-            values = [score(trainer.model, rollouts, spec, gradients=True, keep=keep)]
+            # as trainers do, under the temperature that a line was drawn with
+            formulas = [partial(at_heat, FORMULAS[spec.formula], r.setting.get("temperature", 1.0)) for r in rollouts]
+            values = [score(trainer.model, rollouts, spec, gradients=True, keep=keep, formulas=formulas)]
         trained_at, sides = time.perf_counter(), (np.concatenate([r.sampler for r in rollouts]), np.concatenate(values))
         for r, mine in zip(rollouts, by_rollout(sides[1], rollouts), strict=True):
             ids, drawn, own = list(r.ids), list(r.drawn), r.sampler.astype("<f4").tobytes()

@@ -21,6 +21,7 @@ Logprobs = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 
 CLOSE = (0.99, 1.01)
+_FAINT = 1e-3  # of K3, and in all: K3 is exponential, so a few tokens that are far off could outweigh the rest
 ABOVE = 1.5  # times rounding: what is above it has another cause
 _RESAMPLES, _SEQUENCES_LEAST = 2000, 5
 _DRAWN = 2**22  # numbers of resamples in memory
@@ -148,6 +149,15 @@ def interval_by_sequence(sums: Floats, lengths: Sequence[int]) -> tuple[float, f
 def margin(tokens: int) -> float:
     """Multiples of rounding that a side may be away by: more for few tokens, whose K3 one or two decide."""
     return ABOVE * (1 + 8 / math.sqrt(tokens))
+
+
+def explains(k3: float, left: float, floor: float) -> bool:
+    """Whether what leaves `left` of K3 is the cause of it: the rest may be rounding, and nine tenths of what can't be
+    are gone, and half of all. Or 99% are gone, and the rest may be the rounding of a forward that the cause makes less
+    exact; or 99.9%, where a fitted value is coarser than float32."""
+    rounding = ABOVE * floor
+    gone = left <= rounding and k3 - left >= max(0.5 * k3, 0.9 * (k3 - rounding))
+    return k3 > rounding and (gone or left <= min(0.01 * k3, 4 * floor) or left <= min(_FAINT * k3, _FAINT))
 
 
 def coarse(values: Logprobs) -> str:

@@ -1,8 +1,8 @@
-"""Rollouts from a file: prime-rl's token exports, and plain JSONL. Never a pickle: reading one runs what is in it.
+"""Rollouts from a file: plain JSONL, or rows by the names that trainers give their fields. Never a pickle: reading one
+runs what is in it.
 
 A plain line is {"prompt_ids": [...], "completion_ids": [...], "sampler_logprobs": [...]}, and may have
-"trainer_logprobs", "step" and "name". A line of prime-rl has "token_ids", "loss_mask", "inference_logprobs" and
-"trainer_logprobs", each as long as the text: entry i of the logprobs is of token i, and those under the mask count.
+"trainer_logprobs", "step", "name", and what its tokens were drawn with: "temperature", "top_p", "top_k", "min_p".
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from nondet.core.records import Completion
 from nondet.core.runfile import PACKED, decode, lines_of, read_run
@@ -41,6 +42,10 @@ _LEAST = -104.0  # below it exp() is 0 in float32: no token is drawn
 _ID = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
+Setting = Mapping[str, float]  # of a distribution: its "temperature", "top-k", "min-p" and "top-p", those that it has
+WHOLE: Setting = {}
+
+
 @dataclass(frozen=True)
 class Rollout:
     """A text and its sampled tokens."""
@@ -51,6 +56,7 @@ class Rollout:
     sampler: Logprobs  # [drawn] float32, at temperature 1 over the whole vocabulary unless something is wrong
     trainer: Logprobs | None = None  # the same of the trainer; None where it is to be computed
     step: int = 0  # of the training; 0 where it is unknown
+    setting: Setting = field(default_factory=dict)  # that it was drawn with, where its line has it
 
 
 def by_rollout(values: np.ndarray, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
@@ -58,16 +64,52 @@ def by_rollout(values: np.ndarray, rollouts: Sequence[Rollout]) -> list[np.ndarr
     return np.split(values, np.cumsum([len(r.drawn) for r in rollouts])[:-1])
 
 
+class _Fields(NamedTuple):
+    """A line's fields by a trainer's names; docs/on-policy.md has the versions. Without a prompt the completion is the
+    last tokens, as many as there are logprobs; a mask is needed where these are of the whole text."""
+
+    completion: str  # token ids, of the whole text where there is no prompt
+    sampler: str
+    trainer: str
+    prompt: str = ""
+    counts: str = ""  # mask of the completion: what was sampled
+    real: tuple[str, ...] = ()  # masks of prompt and completion: what is no padding
+
+
+_PADDED = ("prompt_mask", "completion_mask")
+_SLIME = _Fields("tokens", "rollout_log_probs", "log_probs", counts="loss_mask")
+_FORMS = (
+    _Fields("completion_ids", "sampler_logprobs", "trainer_logprobs", "prompt_ids"),
+    _Fields("completion_ids", "sampling_per_token_logps", "old_per_token_logps", "prompt_ids", "tool_mask", _PADDED),
+    _Fields("responses", "rollout_log_probs", "old_log_probs", "prompts", "response_mask", ("attention_mask",)),
+    _SLIME,
+    _SLIME._replace(counts="loss_masks"),  # what its trainer saves
+    _Fields("token_ids", "inference_logprobs", "trainer_logprobs", counts="loss_mask"),  # prime-rl
+    _Fields("response_ids", "rollout_logprobs", "trainer_logprobs", "prompt_token_ids", "loss_masks"),  # SkyRL
+)
+
+
 class _Line(msgspec.Struct):
-    prompt_ids: list[_ID] | None = None
-    completion_ids: list[_ID] | None = None
-    sampler_logprobs: list[float | None] | None = None
-    trainer_logprobs: list[float | None] | None = None
+    """The fields that lines of all trainers may have."""
+
     step: Annotated[int, msgspec.Meta(ge=0)] = 0
     name: str | int = ""
-    token_ids: list[_ID] | None = None
-    loss_mask: list[bool | int] | None = None
-    inference_logprobs: list[float | None] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None  # 0: the most likely token, and no draw
+    top_k: int | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+
+
+def _decoder(fields: _Fields) -> msgspec.json.Decoder[Any]:
+    types: dict[str, Any] = dict.fromkeys((fields.prompt, fields.completion), list[_ID])
+    types |= dict.fromkeys((fields.counts, *fields.real), list[bool | int])
+    types |= dict.fromkeys((fields.sampler, fields.trainer), list[float | None])
+    own = [(name, of | None, None) for name, of in types.items() if name]
+    return msgspec.json.Decoder(msgspec.defstruct("_Row", own, bases=(_Line,)))
+
+
+_DECODERS = {fields: _decoder(fields) for fields in _FORMS}
+_NAMES = {name for d in _DECODERS.values() for name in d.type.__struct_fields__}
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
@@ -133,7 +175,6 @@ def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]
 
 def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
     """Each rollout with its file and line."""
-    decoder = msgspec.json.Decoder(_Line)
     try:
         for number, line, _ in lines_of(path):
             for begins, what in _NOT_JSONL.items() if number == 1 else ():
@@ -143,8 +184,13 @@ def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
             if not line.strip():
                 continue
             try:
-                _check_names(line)
-                yield f"{prefix}{number}", _rollout(decode(decoder, line), f"{prefix}{number}")
+                given = _names(line)
+                # the one of most of whose fields the line has
+                fields = max(_FORMS, key=lambda f: len(given & {f.completion, f.prompt, f.sampler, f.counts}))
+                if not given & {f.completion for f in _FORMS} and {"input", "output"} <= given:
+                    raise ValueError("only texts, as verl writes them to rollout_data_dir: no token ids, no logprobs")
+                rollout = _rollout(decode(_DECODERS[fields], line), fields, f"{prefix}{number}")
+                yield f"{prefix}{number}", rollout
             except ValueError as error:
                 nan = b"NaN" in line or b"Infinity" in line
                 why = "a logprob is NaN or infinite" if nan else one_line(str(error), 160)
@@ -153,49 +199,56 @@ def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
         raise UserError(f"no such file: {path}", "Give a .jsonl file of rollouts, or a folder of them.") from None
 
 
-def _check_names(line: bytes) -> None:
-    """Raises ValueError: a name occurs twice, and a reader would take one of its values without a warning."""
-    twice: list[str] = []
-
-    def note(pairs: list[tuple[str, Any]]) -> None:
-        twice.extend(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-
-    # an escape could hide one
-    if b"\\" in line or any(line.count(b'"%b"' % name.encode()) > 1 for name in _Line.__struct_fields__):
-        with suppress(ValueError, RecursionError):  # reported when it is read
-            json.loads(line, object_pairs_hook=note)
-    if twice:
+def _names(line: bytes) -> set[str]:
+    """Its fields. Raises ValueError: one is there twice, of which a reader would take one value without a warning."""
+    found = Counter[str]()
+    with suppress(ValueError, RecursionError, TypeError):  # reported when it is read
+        found.update(name for name, _ in json.loads(line, object_pairs_hook=tuple))
+    if twice := [name for name, times in found.items() if times > 1 and name in _NAMES]:
         raise ValueError(f"{twice[0]} is there twice")
+    return {*found}
 
 
-def _rollout(line: _Line, name: str) -> Rollout:
+def _rollout(line: Any, fields: _Fields, name: str) -> Rollout:
     """Raises ValueError: a field is missing."""
-    taken: list[int] | slice
-    if line.token_ids is not None:
-        ids, field, size = line.token_ids, "inference_logprobs", len(line.token_ids)
-        if line.loss_mask is None or len(line.loss_mask) != size:
-            raise ValueError(f"loss_mask has {len(line.loss_mask or ())} entries for {size} token_ids")
-        taken = drawn = [i for i, counts in enumerate(line.loss_mask) if counts]
-    else:
-        prompt, completion = line.prompt_ids or [], line.completion_ids or []
-        for name_of, given in (("prompt_ids", prompt), ("completion_ids", completion)):
-            if not given:
-                raise ValueError(f"no token ids: {name_of} is missing or empty")
-        ids, field, size, taken = [*prompt, *completion], "sampler_logprobs", len(completion), slice(None)
-        drawn = list(range(len(prompt), len(ids)))
+
+    def mask(names: Sequence[str], size: int, needed: bool) -> npt.NDArray[np.bool_]:
+        given = [getattr(line, name) for name in names if name]
+        values = [x for values in given for x in values or ()]
+        if len(values) != size and (needed or any(values is not None for values in given)):
+            raise ValueError(f"{' and '.join(names)} has {len(values)} entries for {size} tokens")
+        return np.asarray(values or [True] * size, dtype=bool)
+
+    for name_of in filter(None, (fields.prompt, fields.completion)):
+        if not getattr(line, name_of):
+            raise ValueError(f"no token ids: {name_of} is missing or empty")
+    ids, given = getattr(line, fields.completion), getattr(line, fields.sampler)
+    if given is None:
+        raise ValueError(f"no logprobs: {fields.sampler} is missing")
+    size = len(ids) if fields.prompt else min(len(given), len(ids))
+    ids = [*(getattr(line, fields.prompt) if fields.prompt else ()), *ids]
+    real = mask(fields.real, len(ids), False)
+    taken = np.flatnonzero(mask((fields.counts,), size, size == len(ids)) & real[-size:])
+    drawn = (np.cumsum(real) - 1)[taken + len(ids) - size].tolist()  # where padding is dropped
     if not drawn or drawn[0] < 1:
         raise ValueError("no token was sampled after a prompt")
-    sampler, trainer = _logprobs("sampler", field, getattr(line, field), size, taken), None
-    if line.trainer_logprobs is not None:
-        trainer = _logprobs("trainer", "trainer_logprobs", line.trainer_logprobs, size, taken)
+    sampler, trainer = _logprobs("sampler", fields.sampler, given, size, taken), None
+    if (given := getattr(line, fields.trainer)) is not None:
+        trainer = _logprobs("trainer", fields.trainer, given, size, taken)
     if (sampler < _LEAST).any():
         raise ValueError(f"a sampled token has the logprob {float(sampler.min()):g}; vLLM writes -9999 for -infinity")
-    return Rollout(one_line(str(line.name), 80) or name, ids, drawn, sampler, trainer, line.step)
+    named, ids = one_line(str(line.name), 80) or name, np.asarray(ids)[real].tolist()
+    return Rollout(named, ids, drawn, sampler, trainer, line.step, _setting(line))
 
 
-def _logprobs(side: str, field: str, values: Any, count: int, taken: list[int] | slice) -> Logprobs:
-    if values is None:
-        raise ValueError(f"no logprobs: {field} is missing")
+def _setting(line: _Line) -> Setting:
+    """What the line was drawn with; at temperature 0 its logprobs are those of 1."""
+    none, values = {"temperature": 1.0, "top-p": 1.0}, {"temperature": line.temperature, "top-k": line.top_k}
+    values |= {"min-p": line.min_p, "top-p": line.top_p}
+    return {n: v for n, v in values.items() if v and v > 0 and v != none.get(n) and line.temperature != 0}
+
+
+def _logprobs(side: str, field: str, values: Any, count: int, taken: npt.NDArray[np.int64]) -> Logprobs:
     if len(values) != count:
         raise ValueError(f"{field} has {len(values)} entries for {count} tokens")
     given: Any = [np.nan if v is None else v for v in values]

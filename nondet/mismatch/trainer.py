@@ -36,6 +36,11 @@ FORMULAS: dict[str, Formula] = {
 }
 
 
+def at_heat(formula: Formula, heat: float, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Logprobs at a temperature; at 1 the formula's own bits."""
+    return formula(logits if heat == 1 else logits / heat, ids)
+
+
 @dataclass(frozen=True)
 class Spec:
     """A trainer, as `--trainer` describes it; "" means the model's own."""
@@ -113,13 +118,13 @@ def micro_batches(of: Sequence[T], micro: int) -> Iterator[Sequence[T]]:
 
 def score(
     model: Any, rollouts: Sequence[Rollout], spec: Spec, fault: Fault = NO_FAULT, *, gradients: bool = False,
-    keep: Keep | None = None, padded: Sequence[int] = (), formula: Formula | None = None,
+    keep: Keep | None = None, padded: Sequence[int] = (), formulas: Sequence[Formula] = (),
 ) -> Logprobs:  # fmt: skip
     """The logprobs of all sampled tokens, [n] float32, rollout by rollout. NaN for a prompt too short for the fault.
     With `gradients` the forward is one of training, with a graph, the model in train(). `keep` is called with (logits
     [k, V], ids [k]) of the rows that predict sampled tokens, in order. `padded`: lengths that rollouts are padded to
-    where they are part of a batch; else by `spec.micro`. `formula` replaces the one that `spec` names."""
-    formula, found = formula or FORMULAS[spec.formula], []
+    where they are part of a batch; else by `spec.micro`. `formulas`, one for each rollout, replace `spec.formula`."""
+    each, found = iter(formulas or [FORMULAS[spec.formula]] * len(rollouts)), []
     lengths = micro_batches(padded or widths(rollouts, spec.micro), spec.micro)
     model.train(gradients)
     device = next(model.parameters()).device.type
@@ -131,6 +136,7 @@ def score(
                 if len(ids) and keep is not None:
                     keep(logits.detach(), ids)
                 nothing = np.full(len(rollout.drawn), np.nan, dtype=np.float32)
+                formula = next(each)
                 found.append(formula(logits, ids).detach().float().cpu().numpy() if len(ids) else nothing)
     return np.concatenate(found)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
@@ -13,14 +15,16 @@ from msgspec.structs import asdict
 
 from nondet.core.records import MismatchKind, Role, Run, TrainingStep, role_of
 from nondet.errors import UserError
-from nondet.mismatch.figures import ABOVE, Bin, Figures, coarse, interval_by_sequence, margin
+from nondet.mismatch.figures import ABOVE, Bin, Figures, coarse, explains, interval_by_sequence, margin
 from nondet.verdict.findings import Finding, Verdict, bounds_of, grouped
 from nondet.verdict.wording import Reason, reason, stated
 
-_NAMED = 0.9  # of the mismatch above rounding, or of tokens whose bits it gives: a hypothesis that is named
+_NAMED = 0.9  # of tokens whose bits a hypothesis gives: then it is named
 _LEFT = 10.0  # times rounding: a hypothesis that reproduces the bits of most tokens may leave this much in the others
 _MOVED = 0.1  # of the middle |d|, where each logprob is compared with the next token's: then it is that token's
 _FEWEST = 16  # tokens for a kind to be named: one fitted value explains a few, and two formulas agree on them
+
+_STEPS, _GROWN = 4, 4.0  # steps at least, and times K3 of the first one: then it grows with the step
 
 _SHARE, _LEAST = 10, 3  # the first and the last steps of an arm that have figures: a tenth, and three at least
 _WINDOW = 5  # steps whose mean reward is an arm's best
@@ -57,15 +61,14 @@ class Pair:
 
     @cached_property
     def named(self) -> MismatchKind | None:
-        """The hypothesis that is the cause: it gives exactly the same bits, or leaves least, at most a tenth and what
-        rounding explains; or None. K3 is exponential: a few tokens that are far off outweigh the rest, and any shift
-        fits them."""
+        """The hypothesis that is the cause: it gives exactly the same bits, or leaves least, and that explains it; or
+        None."""
         if self.figures is None or not self.figures.differ or (self.floor and self.floor.tokens < _FEWEST):
             return None
         exact = [k for k in self.kinds if k.exactly >= _NAMED and k.left <= _LEFT * k.floor]
         if exact:
             return max(exact, key=lambda k: (k.exactly, -k.left))
-        return next((k for k in self.kinds if k.k3 > ABOVE * k.floor >= k.left and removed(k) >= _NAMED), None)
+        return next((k for k in self.kinds if explains(k.k3, k.left, k.floor)), None)
 
     @property
     def off(self) -> list[str]:
@@ -104,14 +107,47 @@ def _judge(pair: Pair, arms: Sequence[Pair]) -> Verdict:
         seen = reason("mm-rows-only", **counted, rows=pair.rows_differ, n=len(pair.whole.differ) if pair.whole else 0)
         notes += [rows, *_where(pair)]
     else:
-        seen = reason("mm-apart", **counted, differ=f.differ, k3=f.k3, interval=_interval(f.k3_interval))
+        said, bound = _said(pair)
+        figures = {"differ": f.differ, "k3": f.k3, "interval": _interval(f.k3_interval)}
+        seen = reason("mm-apart", said=said, bound=bound, **counted, **figures)
         tails = reason("mm-tails", outside=f.outside / f.tokens, least=f.ratios[0], most=f.ratios[1])
-        notes += [*_kind(pair), *_where(pair), tails, rows, *_cures(pair, arms)]
+        drift = [] if said == "rounding" else _drift(pair)
+        notes += [*_kind(pair), *drift, *_where(pair), tails, rows, *_cures(pair, arms)]
     return Verdict(pair.impl, (Finding.MISMATCH,), (seen,), tuple(notes))
 
 
 def _clean(impl: str, count: Reason, notes: Sequence[Reason], tokens: int) -> Verdict:
     return Verdict(impl, (Finding.CLEAN,), (count,), tuple(notes), bounds=(bounds_of(tokens, "token"),))
+
+
+def _said(pair: Pair) -> tuple[str, Reason | None]:
+    """Whether it is rounding, and the number that decides it with its bound."""
+    k, f = pair.named, pair.floor
+    if f is None or f.tokens < _FEWEST:
+        sure = any(why.code in ("kind-shifted", "kind-one-sided") for why in _without_model(pair))
+        of = "of so few tokens" if f else "without --model"
+        return "not rounding" if sure else f"rounding or not is not decided {of}", None
+    of, number, bound = f"K3 to {f.wide}", max(f.sampler, f.trainer), margin(f.tokens) * f.own
+    if k is not None:
+        of, number, bound = f"K3 of {f.tokens:,} tokens", k.k3, ABOVE * k.floor
+    said = "rounding" if number <= bound else "not rounding"
+    return said, reason("mm-bound", of=of, number=number, bound=bound)
+
+
+def _drift(pair: Pair) -> list[Reason]:
+    """Whether K3 grows with the step. Where a side is so many updates behind, logprobs are ever farther off in as many
+    steps from the first, in which both had the same weights, and no farther later."""
+    steps = [step for step in pair.steps if step.tokens >= _FEWEST]
+    if len(steps) < _STEPS or min(step.k3 for step in steps[1:]) < 2 * steps[0].k3:
+        return []
+    third, first = len(steps) // 3, steps[0].k3
+    last, before = (fmean(step.k3 for step in part) for part in (steps[-third:], steps[-2 * third : -third]))
+    if last < _GROWN * first:
+        return []
+    lag = 2 * sum(1 - min(1.0, math.sqrt((step.k3 - first) / (last - first))) for step in steps) - 1
+    stopped = last < ABOVE * before and all(b.low - a.low == 1 for a, b in pairwise(steps))
+    by = reason("mm-lag", n=max(1, round(lag))) if stopped else None
+    return [reason("mm-drift", first=first, last=last, by=by)]
 
 
 def _interval(ends: tuple[float, float] | None) -> Reason | None:

@@ -196,8 +196,11 @@ WORDS: dict[str, str] = {
     # of a sampler and a trainer
     "mm-none": "no rollout was compared",
     "mm-zero": "no divergence observed: 0 of {tokens:#token} in {rollouts:#rollout} have other logprob bits",
-    "mm-apart": "sampler and trainer disagree in the logprob bits of {differ:,} of {tokens:#token} "
-    "({rollouts:#rollout}), K3 {k3:.1e}{interval}",
+    "mm-apart": "{said}: sampler and trainer disagree in the logprob bits of {differ:,} of {tokens:#token} "
+    "({rollouts:#rollout}), K3 {k3:.1e}{interval}{bound}",
+    "mm-bound": "; {of} {number:.1e}, up to {bound:.1e} by rounding",
+    "mm-drift": "K3 grows with the step, from {first:.1e} to {last:.1e}: a side's weights lag behind{by}.",
+    "mm-lag": " by about {n:#update}",
     "mm-rows-only": "sampler and trainer agree in the logprob bits of {tokens:#token} ({rollouts:#rollout}), and "
     "{rows:,} of {n:#row} of logits differ elsewhere in the vocabulary",
     "mm-rows-zero": "Whole rows: at {n:#position} drawn by seed all {size:,} logits are the same, so KL is 0 there.",

@@ -26,8 +26,8 @@ from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.mismatch import collect
 from nondet.mismatch import trainer as trainer_module
-from nondet.mismatch.rollouts import Rollout
-from nondet.sampling.model import LoadedModel
+from nondet.mismatch.rollouts import Rollout, read_rollouts
+from nondet.sampling.model import LoadedModel, load_model
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import Outcome, decide, judge
 from nondet.verdict.mismatch import pairs, removed
@@ -103,8 +103,11 @@ def test_what_two_sides_show_without_a_model(tmp_path: Path) -> None:
         (CUT, "the sampler gives each the larger"),
         (SHIFTED, "The sampler's logprobs stand one token early"),
     ]:
-        kinds = [note for note in judge(found(tmp_path, made))[0].notes if note.startswith("Kind")]
+        [verdict] = judge(found(tmp_path, made))
+        kinds = [note for note in verdict.notes if note.startswith("Kind")]
         assert [said in kind for kind in kinds] == [True] * bool(said)
+        sure = "not rounding: " if made in (CUT, SHIFTED) else "rounding or not is not decided without --model: "
+        assert verdict.text.startswith(sure)
 
 
 def test_exports_of_prime_rl_are_read_by_their_mask(tmp_path: Path) -> None:
@@ -120,6 +123,58 @@ def test_exports_of_prime_rl_are_read_by_their_mask(tmp_path: Path) -> None:
     assert [r.drawn for r in run.mismatch_rollouts] == [[1, 2, 4]] * 2
     figures = pairs(run)[0].figures
     assert (figures.tokens, figures.differ) == (6, 2)
+
+
+LOGPROBS = {"sampler": [-1.0, -2.0, -3.0], "trainer": [-1.5, -2.0, -3.0]}
+ROWS: dict[str, dict[str, Any]] = {
+    "TRL": {
+        "prompt_ids": [0, 5, 6], "prompt_mask": [0, 1, 1], "completion_ids": [7, 8, 9, 4, 0],
+        "completion_mask": [1, 1, 1, 1, 0], "tool_mask": [1, 1, 0, 1, 0],
+        "sampling_per_token_logps": [-1.0, -2.0, -9.0, -3.0, 0.0], "old_per_token_logps": [-1.5, -2.0, -9.0, -3.0, 0.0],
+    },
+    "verl": {
+        "prompts": [0, 5, 6], "responses": [7, 8, 9, 4, 0], "attention_mask": [0, 1, 1, 1, 1, 1, 1, 0],
+        "response_mask": [1, 1, 0, 1, 0], "rollout_log_probs": [-1.0, -2.0, -9.0, -3.0, 0.0],
+        "old_log_probs": [-1.5, -2.0, -9.0, -3.0, 0.0],
+    },
+    "slime": {
+        "tokens": [5, 6, 7, 8, 9, 4], "response_length": 4, "loss_mask": [1, 1, 0, 1], "prompt": "text",
+        "rollout_log_probs": [-1.0, -2.0, -9.0, -3.0], "log_probs": [-1.5, -2.0, -9.0, -3.0],
+    },
+    "slime's trainer": {
+        "tokens": [5, 6, 7, 8, 9, 4], "response_lengths": 4, "loss_masks": [1, 1, 0, 1],
+        "rollout_log_probs": [-1.0, -2.0, -9.0, -3.0], "log_probs": [-1.5, -2.0, -9.0, -3.0],
+    },
+    "prime-rl": {
+        "token_ids": [5, 6, 7, 8, 9, 4], "loss_mask": [False, False, True, True, False, True],
+        "inference_logprobs": [0.0, 0.0, -1.0, -2.0, -9.0, -3.0],
+        "trainer_logprobs": [0.0, 0.0, -1.5, -2.0, -9.0, -3.0],
+    },
+    "SkyRL": {
+        "prompt_token_ids": [5, 6], "response_ids": [7, 8, 9, 4], "loss_masks": [1, 1, 0, 1],
+        "rollout_logprobs": [-1.0, -2.0, -9.0, -3.0], "trainer_logprobs": [-1.5, -2.0, -9.0, -3.0],
+    },
+}  # fmt: skip
+
+
+def test_rows_of_each_trainer_are_read_by_its_own_names(tmp_path: Path) -> None:
+    """All of them the same rollout: without padding, and a tool's token in no figure."""
+    for name, row in ROWS.items():
+        [rollout] = read_rollouts(written(tmp_path / "r.jsonl", [row]))
+        assert (rollout.ids, rollout.drawn) == ([5, 6, 7, 8, 9, 4], [2, 3, 5]), name
+        assert {side: getattr(rollout, side).tolist() for side in LOGPROBS} == LOGPROBS, name
+
+
+def test_what_a_line_was_drawn_with_is_read(tmp_path: Path) -> None:
+    """As engines write it: -1 and 0 are no top-k, and at temperature 0 nothing is drawn."""
+    for given, wanted in [
+        ({}, {}),
+        ({"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}, {}),
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, {"temperature": 0.6, "top-k": 20, "top-p": 0.95}),
+        ({"temperature": 0, "top_k": 1}, {}),
+        ({"min_p": 0.05}, {"min-p": 0.05}),
+    ]:
+        assert read_rollouts(written(tmp_path / "r.jsonl", lines(1, **given)))[0].setting == wanted
 
 
 @pytest.mark.slow
@@ -161,6 +216,26 @@ def test_steps_of_training_are_told_apart(tmp_path: Path) -> None:
     assert pairs(found(tmp_path, lines()))[0].steps == []
 
 
+def by_step(k3: Any, tokens: int = 64) -> list[dict[str, Any]]:
+    """A rollout of every step, whose K3 is about this."""
+    rng = np.random.default_rng(0)
+    d = [(math.sqrt(2 * k) * rng.choice([-1.0, 1.0], tokens)).reshape(-1, 8) for k in k3]
+    return [line | {"step": i} for i, each in enumerate(d) for line in sides(each)]
+
+
+def test_weights_that_lag_behind_show_by_the_step(tmp_path: Path) -> None:
+    """By n updates logprobs are farther off in n steps and no farther later; what scatters has no drift."""
+    for behind in (1, 2, 4):
+        k3 = [1e-6 + 1e-2 * (min(step, behind) / behind) ** 2 for step in range(12)]
+        notes = " ".join(judge(found(tmp_path, by_step(k3)))[0].notes)
+        assert f"a side's weights lag behind by about {behind} update" in notes
+    growing = " ".join(judge(found(tmp_path, by_step([1e-6 + 1e-4 * step**2 for step in range(12)])))[0].notes)
+    assert "K3 grows with the step, from 1.0e-06 to 9.2e-03: a side's weights lag behind." in growing
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        assert "grows" not in " ".join(judge(found(tmp_path, by_step(1e-3 * rng.lognormal(0, 0.5, 12))))[0].notes)
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_where_it_begins_and_what_cures_it(tmp_path: Path) -> None:
@@ -193,7 +268,12 @@ BAD: dict[str, tuple[Any, str]] = {
     "twice, once escaped": (ONE.replace("{", r'{"st\u0065p": 3, "step": 4, ', 1), r"line 1: step is there twice"),
     "empty": ("", r"holds no rollouts"),
     "padding": (lines(2, sampler_logprobs=[0.0] * 8, trainer_logprobs=[0.0] * 8), r"of the sampler's logprobs are 0"),
-    "a mask of another length": ([{"token_ids": [1, 2], "loss_mask": [True]}], r"loss_mask has 1 entries for 2"),
+    "verl's texts": ([{"input": "a", "output": "b", "step": 1}], r"line 1: only texts, as verl writes them"),
+    "a mask of padding that is short": ([ROWS["verl"] | {"attention_mask": [1]}], r"attention_mask has 1 entries"),
+    "all logprobs": ([ROWS["slime"] | {"rollout_log_probs": [0.0] * 7, "loss_mask": None}], "loss_mask has 0 entries"),
+    "slime without": ([ROWS["slime"] | {"rollout_log_probs": None}], "no logprobs: rollout_log_probs is missing"),
+    "no temperature": (lines(1, temperature=-1), r"line 1: temperature: .*-1"),
+    "a mask of another length": ([ROWS["prime-rl"] | {"loss_mask": [True]}], r"loss_mask has 1 entries for 6"),
 }  # fmt: skip
 
 
@@ -281,6 +361,7 @@ def test_the_embedded_model_differs_stock_and_not_invariant(whole: Path) -> None
     stock, invariant = judge(read_run(whole))
     assert (stock.finding, invariant.finding) == (Finding.MISMATCH, Finding.CLEAN)
     assert "Kind: numeric." in " ".join(stock.notes)
+    assert re.match(r"rounding: .*; K3 to float32 [\d.e-]+, up to [\d.e-]+ by rounding$", stock.text)
     assert "Invariant on both sides leaves 0 of 24" in " ".join(stock.notes)
     assert "at 24 positions drawn by seed all 4,096 logits are the same, so KL is 0 there." in invariant.notes[0]
     kl = [pair.kl for pair in pairs(read_run(whole)) if len(pair.whole.differ) == 24]
@@ -377,12 +458,26 @@ def test_tokens_of_a_sampled_run_are_scored(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
+def test_a_trainer_that_is_computed_divides_by_a_line_s_temperature(tmp_path: Path, monkeypatch: Any) -> None:
+    """As trainers do; only the sampler's cuts are not theirs."""
+    monkeypatch.setattr(collect, "fit", lambda *_: iter(()))
+    made, model = lines(2, trainer_logprobs=None), load_model(None, "bfloat16", "cpu").model
+    for given, heat in (({}, 1.0), ({"temperature": 0.5, "top_p": 0.9}, 0.5)):
+        run = found(tmp_path, [line | given for line in made], model="embedded", threads=1)
+        cold = [lambda x, ids, heat=heat: (x / heat).float().log_softmax(-1).gather(-1, ids[:, None])[:, 0]] * 2
+        texts = read_rollouts(tmp_path / "r.jsonl")
+        wanted = trainer_module.score(model, texts, trainer_module.Spec(), formulas=cold)
+        assert b"".join(r.trainer for r in run.mismatch_rollouts) == wanted.tobytes()
+
+
+@pytest.mark.slow
 def test_no_kind_is_said_of_a_few_tokens(tmp_path: Path) -> None:
     """Invented logprobs of two tokens: a temperature fits them, and was named."""
     made = lines(2, 1, completion_ids=[2], sampler_logprobs=[-0.5], trainer_logprobs=[-0.1])
     run = found(tmp_path, made, model="embedded", threads=1)
     assert any(removed(k) > 0.9 and k.left < k.floor for k in pairs(run)[0].kinds)
     [verdict] = judge(run)
+    assert verdict.text.startswith("rounding or not is not decided of so few tokens: sampler and trainer disagree")
     assert [n for n in verdict.notes if n.startswith("Kind")] == [
         "Kind: not said of 2 tokens; any one value fits so few. It takes 16."
     ]
