@@ -2,7 +2,7 @@
 
 Where two answers have the same tokens so far, another order of the same sums moves a token's logprob a little, and the
 two largest logits by about as much. So tokens differ only where these two were that close. A change far beyond what
-a dtype's rounding adds up to in a model, or a token that won by much more than any logprob moved, has another cause.
+a dtype's rounding adds up to in a model, or a token that won by much more than any logprob changed, has another cause.
 """
 
 from __future__ import annotations
