@@ -298,6 +298,7 @@ def sampled(
     pieces: Sequence[str] | None = None,
     failures: int = 0,
     margin: float = 0.0625,
+    finish: bool = True,
     again: bool = True,
     name: str = "sample.jsonl",
 ) -> Run:
@@ -353,7 +354,8 @@ def sampled(
         if again:
             writer.write(replayed(impl, n))
     side.close()
-    writer.finish()
+    if finish:
+        writer.finish()
     return read_run(path)
 
 

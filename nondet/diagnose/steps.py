@@ -240,9 +240,9 @@ class Diagnoser:
 
     def _batch(self) -> Step:
         few, planned = self._is_proven(), len(self.plan.rounds)
-        least, room = (1, _RATE_S) if few else (_FEWEST, self._left - (1 - _FOR_ROUNDS) * self.within_s)
+        least, left = (1, _RATE_S) if few else (_FEWEST, self._left - (1 - _FOR_ROUNDS) * self.within_s)
         first, again = self._known(0).seconds, self._so_far.rounds[0].seconds  # the last one may compile, as the first
-        count = sum(number < least or (number - 1) * again + first < room for number in range(planned))
+        count = sum(number < least or (number - 1) * again + first < left for number in range(planned))
         self._collect(STOCK, count)
         why = "the first round differs from the solo run, which is proof: " if few else ""
         less = f"{why}{plural(count, 'round')} of {planned} run {ALL}" if count < planned else ""

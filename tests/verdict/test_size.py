@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,12 @@ def test_a_planted_bug_is_no_rounding_in_float32(run: Command, fault: str, monke
     """And another order of the same sums is."""
     import nondet.sampling.model as models
 
-    load = models.load_model
+    load, plants = models.load_model, ExitStack()
 
     def planted(*args: object, **how: object) -> models.LoadedModel:
         made = load(*args, **how)
         if fault:
-            wrapped(made.model, "model.layers.1.mlp.down_proj", FUNCTIONS[fault]).__enter__()
+            plants.enter_context(wrapped(made.model, "model.layers.1.mlp.down_proj", FUNCTIONS[fault]))
         return made
 
     monkeypatch.setattr(models, "load_model", planted)
