@@ -163,7 +163,7 @@ class Servers:
             differ = f", and answers differ{other}" if self.differences else ""
             return f"its own mode is on (--enable-deterministic-inference){differ}"
         modes = "vLLM: VLLM_BATCH_INVARIANT=1, SGLang: --enable-deterministic-inference"
-        return f"not tried: switch on the server's own ({modes})"
+        return f"not tried: switch on the server's own mode ({modes}) or nondet's plugin (NONDET_BATCH_INVARIANT=1)"
 
     @property
     def size(self) -> Size | None:
