@@ -25,7 +25,7 @@ PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
     "bench": 1434,
-    "certify": 498,
+    "certify": 497,
     "commands": 855,
     "core": 5254,
     "diagnose": 647,

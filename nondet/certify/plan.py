@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -214,13 +213,13 @@ def _assignments(wish: Wish, operator: str, cls: NumericsClass, known: dict[str,
     questions, targets, device = declared()[operator].questions, cls.members[operator], wish.device
     if questions is None:
         return
-    one_row, about = cls.anchors[operator] == ONE_ROW, {"operator": operator, "cls": cls.name, "device": device}
+    one_row, made = cls.anchors[operator] == ONE_ROW, _QUESTIONS.get(operator, Question)
+    about: dict[str, Any] = {"operator": operator, "cls": cls.name, "one_row": one_row, "seed": wish.seed}
 
     def load(target: str) -> Call:
         return load_implementation(operator, target, device).call if target == INVARIANT else load_object(target)
 
     anchor = load(targets[INVARIANT] if one_row else cls.anchors[operator])
-    made = partial(_QUESTIONS.get(operator, Question), **about, one_row=one_row, seed=wish.seed)
     users = {impl: load_implementation(operator, impl, device).call for impl in wish.impls}
     for dtype in (d for d in cls.dtypes if wish.dtypes is None or d in wish.dtypes):
         every: dict[str, Call] = {}
@@ -237,5 +236,5 @@ def _assignments(wish: Wish, operator: str, cls: NumericsClass, known: dict[str,
             if wish.m is not None and isinstance(values[0], int):
                 values = tuple(sorted({*(int(v) for v in values if int(v) <= max(wish.m)), max(wish.m)}))
             if members and kinds:
-                question = made(cell.shape, values, kinds, cell.layout, cell.tiles, dtype=dtype)
+                question = made(cell.shape, values, kinds, cell.layout, cell.tiles, dtype=dtype, device=device, **about)
                 yield Assignment(question, anchor, members)
