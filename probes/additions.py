@@ -148,10 +148,7 @@ def _shuffled_sums(add: Callable[[Iterable[float]], float]) -> torch.Tensor:
 
 def _one_by_one(rows: torch.Tensor) -> torch.Tensor:
     """Sum of each row of [R, N], column after column, rounding to the rows' dtype at every addition. Returns [R]."""
-    total = torch.zeros_like(rows[:, 0])
-    for column in rows.unbind(1):
-        total = total + column
-    return total
+    return functools.reduce(torch.add, rows.unbind(1), torch.zeros_like(rows[:, 0]))
 
 
 def _pairwise(x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from torch.utils._pytree import tree_map_only
 
 from nondet.core.environment import collect, inductor_switch
-from nondet.core.measure import Fingerprint, Trial, fingerprint, measure, written_to
+from nondet.core.measure import Fingerprint, Trial, fingerprint, measure, named_tensors, written_to
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Judged, Row, Run, Status, Value
 from nondet.core.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, check_signature, load_probe, operators
 from nondet.errors import UnknownNameError, UserError, WrongResultError, one_line
@@ -95,7 +95,7 @@ class _Subject:
         self._wide = False  # whether floats among the inputs are given as float64
         # of the compared results; the shape also has the largest batch, where values are sizes
         self.dtype, self.shape, self.narrow = "unknown", dict[str, int](), torch.float64
-        self.device = next((tensor.device.type for _, tensor in _tensors(self.inputs(values[0]))), "cpu")
+        self.device = next((tensor.device.type for _, tensor in named_tensors(self.inputs(values[0]))), "cpu")
 
     def inputs(self, value: Value) -> Inputs:
         """The inputs of a value, compared with those of the values before it."""
@@ -107,7 +107,7 @@ class _Subject:
             what = f"make_inputs({value!r}) gave other numbers when it was called again ({_argument(changed[0])})"
             raise BadInputsError(what, "Draw them from a generator that is seeded in it.")
         if self._select is None:
-            for name, tensor in _tensors(inputs):
+            for name, tensor in named_tensors(inputs):
                 self._check_same_requests(name, tensor, int(value))
         if self._wide:
             return tree_map_only(torch.Tensor, lambda x: x.double() if x.dtype.is_floating_point else x, inputs)
@@ -397,16 +397,6 @@ def _called(fn: Function, inputs: Inputs) -> Any:
     return fn(*arguments, **keywords)
 
 
-def _tensors(inputs: Inputs, name: str = "") -> list[tuple[str, torch.Tensor]]:
-    """All tensors of nested inputs, under the names of `fingerprint`."""
-    if isinstance(inputs, torch.Tensor):
-        return [(name, inputs)]
-    if not isinstance(inputs, Mapping | tuple | list):
-        return []
-    parts = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
-    return [pair for part, value in parts for pair in _tensors(value, f"{name}.{part}" if name else str(part))]
-
-
 def _differ(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
     return len(a) != len(b) or any(x.shape != y.shape or not torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -502,15 +492,14 @@ def check(
     subject = _Subject(fn, make_inputs, values, select, axis)
     case = f"the same requests over {varied} {values[0]} ... {values[-1]}, {len(values)} values"
     head = head_of(name or name_of(fn), case, varied, subject.device)
-    label = head.impl
     graphs = _graphs()
     rows = _rows(head, subject, reference, error)
     # the verdict only says that nothing was compared, or that it was little
     if rows[0].status == Status.ERROR or "needed" in rows[0].extra:
-        warnings.warn(f"{label}: {rows[0].reason}", stacklevel=2)
+        warnings.warn(f"{head.impl}: {rows[0].reason}", stacklevel=2)
     if hasattr(fn, "_torchdynamo_orig_callable") or _graphs() > graphs:
         rows = _compiled(rows, lambda head: _rows(head, subject, reference, error))
-    plan = {"impls": [label], "varied": varied, "over": list(values), "error": error}
+    plan = {"impls": [head.impl], "varied": varied, "over": list(values), "error": error}
     return run_of(rows, plan, None)
 
 

@@ -287,13 +287,13 @@ def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
     x, w = call.tensors
     step = 16 if 16 * _ANEW[0][-1] < len(w) else 1  # whole tiles are left out, where there are enough
     most = len(w) - _ANEW[0][-1] * step
-    found: list[list[torch.Tensor]] = []
-    for rows, left_out in zip((1, base.LARGER), _ANEW, strict=True):
-        found.append([])
-        for few in left_out:
-            part = w[: len(w) - few * step].contiguous()
-            operator(call.resized(rows).tensors[0], part)
-            found[-1].append(operator(x, part).index_select(0, call.kept)[:, :most].contiguous())
+
+    def after(rows: int, few: int) -> torch.Tensor:
+        part = w[: len(w) - few * step].contiguous()
+        operator(call.resized(rows).tensors[0], part)
+        return operator(x, part).index_select(0, call.kept)[:, :most].contiguous()
+
+    found = [[after(rows, few) for few in left_out] for rows, left_out in zip((1, base.LARGER), _ANEW, strict=True)]
     return found[which if all(map(base.steady, found)) else 0][0]
 
 

@@ -590,7 +590,6 @@ class ReductionOrder(Probe):
     def findings(self, case: Case, inputs: Any, classes: Classes, operator: Operator) -> dict[str, Any]:
         """The tree of each class, at the first M that has it, and how the trees differ."""
         K, dtype, first, sizes = case.shape["K"], case.torch_dtype, inputs[0], classes.firsts
-
         call = _linear_of(case.operator, operator)
 
         def sums_at(M: Any) -> list[MeasuredSum]:

@@ -25,7 +25,7 @@ PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
     "bench": 1434,
-    "certify": 527,
+    "certify": 497,
     "commands": 855,
     "core": 5254,
     "diagnose": 647,
@@ -36,14 +36,14 @@ BUDGET = {
     "mismatch": 1920,
     "kernels": 17314,
     "nondet": 1507,
-    "probes": 4923,
+    "probes": 4908,
     "ranks": 647,
     "reports": 4454,
     "sampling": 5041,
     "services": 2636,
     "sglang": 649,
     "testing": 472,
-    "trace": 3506,
+    "trace": 3462,
     "verdict": 2131,
     "vllm": 1765,
 }

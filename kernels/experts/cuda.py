@@ -32,6 +32,7 @@ from nondet.core.proof import prove as prove_by_bits
 from nondet.kernels.experts import topk as ordered_topk
 from nondet.kernels.experts.topk import check_shapes
 from nondet.kernels.matmul import triton_kernels as chain_tiles
+from nondet.kernels.matmul.cuda import alignment_of
 from nondet.kernels.matmul.triton_kernels import Tile, anchor, chain, matmul_chain
 from nondet.kernels.rows.cuda_softmax import softmax
 from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capability, on_device, require
@@ -211,16 +212,16 @@ def proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tupl
 
 def _named(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[str, str]:
     """(member, key) of the certificate: one expert's product at any number of rows."""
-    step, low = x.stride(0) if x.shape[0] > 1 else x.shape[1], x.data_ptr() | weight.data_ptr()
-    aligned = 1 if low % 16 else 16  # where both operands start at a multiple of 16 bytes, which Triton compiles for
+    step = x.stride(0) if x.shape[0] > 1 else x.shape[1]
+    aligned = alignment_of(x, weight)
     return _written(tile, tma, x.dtype, x.shape[1], weight.shape[2], step, *weight.stride()[1:], aligned)
 
 
 @functools.lru_cache(maxsize=4096)  # looked up at every call, and it takes ten times as long to write
-def _written(tile: Tile, tma: bool, *facts: object) -> tuple[str, str]:
-    dtype, k, n, step, rows, columns, aligned = facts
+def _written(tile: Tile, tma: bool, *facts: Any) -> tuple[str, str]:
+    dtype, k, n, step, rows, columns, aligned = facts  # aligned in bytes: Triton compiles for 16, or for less
     key = (str(dtype).removeprefix("torch."), f"K={k} N={n}", f"x={step}", f"weight={rows},{columns}")
-    return f"triton {tile.name}{' tma' * tma}", operands_key("grouped", key, (f"@{aligned}",))
+    return f"triton {tile.name}{' tma' * tma}", operands_key("grouped", key, (f"@{min(aligned, 16)}",))
 
 
 def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool | None:
@@ -232,7 +233,7 @@ def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool 
     rows, (depth, columns) = 140, weight.shape[1:]
     offsets = torch.tensor([rows, 2 * rows, 3 * rows], dtype=torch.int32, device=x.device)
     step = x.stride(0) if x.shape[0] > 1 else depth
-    inner, offset = weight.stride()[1:], int((x.data_ptr() | weight.data_ptr()) % 16 > 0)
+    inner, offset = weight.stride()[1:], int(alignment_of(x, weight) < 16)
     outer = columns * inner[1] if inner[0] == 1 else 1 + (depth - 1) * inner[0] + (columns - 1) * inner[1]
 
     def member(left: torch.Tensor, right: torch.Tensor, bias: None) -> torch.Tensor:
@@ -404,8 +405,7 @@ def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and weight.stride(2) >= depth
         and x.stride(1) == 1
         and x.stride(0) >= depth
-        and x.data_ptr() % 16 == 0
-        and weight.data_ptr() % 16 == 0
+        and alignment_of(x, weight) >= 16
         and groups * columns < 2**31
     )
 

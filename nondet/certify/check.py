@@ -20,10 +20,9 @@ from nondet.core.compare import difference, identical
 from nondet.core.launch import DeviceLostError, listen, wait_for_device
 from nondet.core.measure import fingerprint, row_of, written_to
 from nondet.core.proof import attempt, in_words, operands_key, settings
-from nondet.core.records import Difference, Row, Status
+from nondet.core.records import Difference, Row, Status, Value
 from nondet.errors import UserError
 
-Value = int | str
 _Certificate = tuple[str, str]  # (member, key)
 
 

@@ -65,19 +65,10 @@ class Question(CertifyCell):
 
     def head(self, member: str) -> Row:
         """The row of a member, with everything but figures."""
-        return Row(
-            probe="certify",
-            case=self.name,
-            operator=self.operator,
-            shape=dict(self.shape),
-            dtype=self.dtype,
-            device=self.device,
-            inputs="hard",
-            varied="class",
-            impl=member,
-            status="",
-            extra={"class": self.cls, "layout": self.layout, "inputs": list(self.kinds)},
-        )
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("operator", "dtype", "device")}
+        fields |= {"probe": "certify", "case": self.name, "inputs": "hard", "varied": "class", "impl": member}
+        extra = {"class": self.cls, "layout": self.layout, "inputs": list(self.kinds)}
+        return Row(shape=dict(self.shape), status="", extra=extra, **fields)
 
     def prepare(self, kind: str) -> Inputs:
         """The operands of the whole batch."""
@@ -206,38 +197,30 @@ def plan(wish: Wish) -> list[Assignment]:
     # a function has one signature; an unknown or foreign class is refused below
     names = names or of_class[: 1 if wish.impls else None] or every[:1]
     known: dict[str, None] = {}
-    pairs = [
-        (operator, cls) for operator in dict.fromkeys(names) for cls in classes_for(operator, wish.device, wish.cls)
-    ]
+    pairs = [(name, cls) for name in dict.fromkeys(names) for cls in classes_for(name, wish.device, wish.cls)]
     assignments = [assignment for pair in pairs for assignment in _assignments(wish, *pair, known)]
     unknown = [m for m in wish.members if not any(f"{name}/".startswith(f"{m}/") for name in known)]
     if unknown:
         raise UnknownNameError("member", unknown[0], known)
     if not assignments:
         given = [f"--{o} {', '.join(v)}" for o, v in (("dtype", wish.dtypes), ("inputs", wish.inputs)) if v]
-        what = (
-            f"no class of {', '.join(wish.operators) or 'any operator'} on {wish.device} takes {' with '.join(given)}"
-        )
-        raise UserError(f"nothing to certify: {what}", "See `nondet certify --help-all`.")
+        what = f"no class of {', '.join(wish.operators) or 'any operator'} on {wish.device}"
+        raise UserError(f"nothing to certify: {what} takes {' with '.join(given)}", "See `nondet certify --help-all`.")
     return assignments
 
 
 def _assignments(wish: Wish, operator: str, cls: NumericsClass, known: dict[str, None]) -> Iterator[Assignment]:
-    questions, targets, one_row = (
-        declared()[operator].questions,
-        cls.members[operator],
-        cls.anchors[operator] == ONE_ROW,
-    )
+    questions, targets, device = declared()[operator].questions, cls.members[operator], wish.device
     if questions is None:
         return
+    one_row, made = cls.anchors[operator] == ONE_ROW, _QUESTIONS.get(operator, Question)
+    about: dict[str, Any] = {"operator": operator, "cls": cls.name, "one_row": one_row, "seed": wish.seed}
 
     def load(target: str) -> Call:
-        return (
-            load_object(target) if target != INVARIANT else load_implementation(operator, INVARIANT, wish.device).call
-        )
+        return load_implementation(operator, target, device).call if target == INVARIANT else load_object(target)
 
     anchor = load(targets[INVARIANT] if one_row else cls.anchors[operator])
-    users = {impl: load_implementation(operator, impl, wish.device).call for impl in wish.impls}
+    users = {impl: load_implementation(operator, impl, device).call for impl in wish.impls}
     for dtype in (d for d in cls.dtypes if wish.dtypes is None or d in wish.dtypes):
         every: dict[str, Call] = {}
         for name, target in targets.items():
@@ -246,24 +229,12 @@ def _assignments(wish: Wish, operator: str, cls: NumericsClass, known: dict[str,
         known.update(dict.fromkeys(every))
         few = {name: call for name, call in every.items() if name in targets}
         chosen = {name: call for name, call in every.items() for m in wish.members if f"{name}/".startswith(f"{m}/")}
-        for cell in questions(wish, wish.device, dtype):
+        for cell in questions(wish, device, dtype):
             members = chosen | users if wish.members or wish.impls else every if cell.tiles or wish.full else few
             kinds = tuple(k for k in cell.kinds or PRODUCT_INPUTS if wish.inputs is None or k in wish.inputs)
             values = cell.values
             if wish.m is not None and isinstance(values[0], int):
                 values = tuple(sorted({*(int(v) for v in values if int(v) <= max(wish.m)), max(wish.m)}))
             if members and kinds:
-                question = _QUESTIONS.get(operator, Question)(
-                    cell.shape,
-                    values,
-                    kinds,
-                    cell.layout,
-                    cell.tiles,
-                    operator=operator,
-                    cls=cls.name,
-                    dtype=dtype,
-                    device=wish.device,
-                    one_row=one_row,
-                    seed=wish.seed,
-                )
+                question = made(cell.shape, values, kinds, cell.layout, cell.tiles, dtype=dtype, device=device, **about)
                 yield Assignment(question, anchor, members)

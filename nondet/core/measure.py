@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -323,25 +323,25 @@ def failed(head: Row, error: BaseException, started: float, caught: Sequence[war
 Fingerprint = dict[str, tuple[torch.Tensor, ...]]
 
 
-def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
-    """Sums of the bits of every tensor in nested inputs, on its device: by row and by column, so that moves show. Names
-    are the keys of a mapping, or positions in a sequence."""
+def named_tensors(inputs: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
+    """All tensors of nested inputs. Names are the keys of a mapping, or positions in a sequence."""
     if isinstance(inputs, torch.Tensor):
-        raw = inputs.detach()
-        if raw.dtype.is_complex:
-            raw = torch.view_as_real(raw)
+        return [(name, inputs)]
+    several = inputs if isinstance(inputs, Mapping | tuple | list) else ()
+    parts = several.items() if isinstance(several, Mapping) else enumerate(several)
+    return [pair for part, value in parts for pair in named_tensors(value, f"{name}.{part}" if name else str(part))]
+
+
+def fingerprint(inputs: Any) -> Fingerprint:
+    """Sums of the bits of every tensor in nested inputs, on its device: by row and by column, so that moves show."""
+    prints: Fingerprint = {}
+    for name, x in named_tensors(inputs):
+        raw = torch.view_as_real(x.detach()) if x.dtype.is_complex else x.detach()
         if raw.dtype.is_floating_point:
-            sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-            raw = raw.view(sizes[raw.element_size()])
+            raw = raw.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[raw.element_size()])
         rows = raw.sum(-1, dtype=torch.int64) if raw.dim() else raw.to(torch.int64)
         columns = raw.flatten(0, -2).sum(0, dtype=torch.int64) if raw.dim() > 1 else raw.to(torch.int64)
-        return {name: (rows, columns)}
-    parts: Iterable[tuple[object, Any]] = enumerate(inputs) if isinstance(inputs, list | tuple) else ()
-    if isinstance(inputs, Mapping):
-        parts = inputs.items()
-    prints: Fingerprint = {}
-    for part, value in parts:
-        prints |= fingerprint(value, f"{name}.{part}" if name else str(part))
+        prints[name] = (rows, columns)
     return prints
 
 

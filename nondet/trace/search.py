@@ -31,31 +31,6 @@ from nondet.trace.recorder import Sizes, StepRecord, add_hooks
 from nondet.trace.replays import RecordedCall, families_for, kernels_of, replays
 
 
-class OutOfTimeError(Exception):
-    """The time left is not enough for another run of both arms."""
-
-
-@dataclass
-class Pace:
-    """The time of runs of both arms, the longest so far, compared with the seconds left (by default unlimited)."""
-
-    left: Callable[[], float] = lambda: math.inf
-    clock: Callable[[], float] = time.perf_counter
-    longest: float = 0.0
-
-    def check(self) -> None:
-        """Raise `OutOfTimeError` unless the longest run of both arms so far would fit once more."""
-        if self.left() < self.longest:
-            raise OutOfTimeError
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Measure a run of both arms."""
-        began = self.clock()
-        yield
-        self.longest = max(self.longest, self.clock() - began)
-
-
 @dataclass
 class Arm:
     """One way to run the request under study: "alone", or "in company", or the round and request of a recorded run; for
@@ -265,9 +240,9 @@ def culprit_sentence(culprit: Culprit, sizes: Sequence[Sizes]) -> str:
 
 
 def verdict_sentences(
-    finding: str, culprits: Sequence[Culprit], families: Sequence[str] | None, notes: Sequence[str], late: str = ""
+    finding: str, culprits: Sequence[Culprit], families: Sequence[str] | None, notes: Sequence[str], left_out: str = ""
 ) -> list[str]:
-    """The verdict; the first sentence is the shortest answer. `late`: a sentence on what was left out."""
+    """The verdict; the first sentence is the shortest answer. `left_out`: a sentence on what was not tested."""
     if finding != "batch-dependent":
         return [f"{finding}: {note}" for note in notes] or [finding]
     first = culprits[0]
@@ -276,8 +251,8 @@ def verdict_sentences(
     listed = [f"{c.number}. `{c.call}` of {c.module}, position {c.position}" for c in culprits if c.call]
     if len(listed) > 1:
         lines.append(f"in the order in which replacing one showed the next: {'; '.join(listed)}")
-    if late:
-        lines.append(late)
+    if left_out:
+        lines.append(left_out)
     elif families is None:
         lines.append("no available set of replacements makes the arms agree on this load")
     elif len(families) < 2:
@@ -376,9 +351,7 @@ class Search:
     expected: Mapping[str, str] = field(default_factory=dict)
     script: bool = False  # whether `named` is needed, which no record holds
     sweeps: bool = True  # as `replays` has it
-    # how long it may take; the controls and the first culprit are made in any case
-    pace: Pace = field(default_factory=Pace)
-    late: str = field(default="", init=False)  # what was left out for lack of time; "" where nothing was
+    left_out: str = field(default="", init=False)  # what was not tested, as a sentence; "" where everything was
     # the first culprit with what a separate script needs; None until there is one
     named: NamedCall | None = field(default=None, init=False)
 
@@ -449,8 +422,7 @@ class Search:
         """Run both arms without capture, then force all tokens. Returns the last position to compare."""
         self.say("controls: the weights, and each arm without capture")
         self._weights()
-        with self.pace.timed():
-            sessions = self._first = self.a.run(self.engine), self.b.run(self.engine)
+        sessions = self._first = self.a.run(self.engine), self.b.run(self.engine)
         solo = self.a.outcome(sessions[0])
         if self.choose:
             self._choose(solo, sessions[1])
@@ -498,8 +470,7 @@ class Search:
         """Each arm twice with capture, and once forced without: run to run, capture, then the least difference."""
         self.say("coarse pass: each arm twice, with hashes of every position and layer, and once without")
         arms = self.a, self.b
-        with self.pace.timed():
-            once = [self._coarse(arm, last) for arm in arms]
+        once = [self._coarse(arm, last) for arm in arms]
         again = [self._coarse(arm, last) for arm in arms]
         for arm, (first, _), (again_capture, _) in zip(arms, once, again, strict=True):
             if first.full:
@@ -559,18 +530,6 @@ class Search:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def _until_fixed(self, site: Site) -> TraceVerdict:
-        try:
-            return self._fixed(site)
-        except OutOfTimeError:
-            fixes = [families for families, where in self._tried.items() if where is None]
-            self.late = "which replacements make the arms agree was not fully tested, for lack of time"
-            if fixes:
-                fewest = min(map(sorted, fixes), key=len)
-                agree = f"with {' and '.join(fewest)} invariant the arms agree"
-                self.late = f"{agree}; whether fewer do was not fully tested, for lack of time"
-            return self._end("batch-dependent")
-
-    def _fixed(self, site: Site) -> TraceVerdict:
         """Name a call, replace its family, and repeat."""
 
         def fewest(families: Iterable[str]) -> list[str]:
@@ -578,8 +537,6 @@ class Search:
 
         for number in range(1, _MOST_CULPRITS + 1):
             with self._replaced(self._families):
-                if number > 1 and ("culprit", str(number)) not in self.known:
-                    self.pace.check()
                 culprit = self._on_record(number) or self._name(number, site)
             if culprit is None or not culprit.family or culprit.family in self._families:
                 break
@@ -687,10 +644,9 @@ class Search:
             self.say(f"on record: {record.sentence}")
             self._tried[tried] = None if record.agree else Site(("", ""), record.position, record.layer)
             return self._tried[tried]
-        self.pace.check()
         replaced = f"{' and '.join(families)} invariant"
         self.say(f"substitution: {replaced} in both arms, the whole run again")
-        with self.pace.timed(), self._replaced(families) as block:
+        with self._replaced(families) as block:
             runs = [self._coarse(arm, None) for arm in (self.a, self.b)]
         coverage, site = block.coverage(), self._least(runs)
         sentence = f"with {replaced} {AGREE}: the divergence is gone"
@@ -724,7 +680,7 @@ class Search:
             finding=finding,
             culprits=[c.sentence for c in self._culprits],
             families=families,
-            sentences=verdict_sentences(finding, self._culprits, families, notes, self.late),
+            sentences=verdict_sentences(finding, self._culprits, families, notes, self.left_out),
             seconds=time.perf_counter() - self._started,
         )
 

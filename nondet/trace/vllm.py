@@ -281,7 +281,7 @@ class VllmTrace(Search):
 
     def _until_fixed(self, site: Site) -> TraceVerdict:
         self._name(1, site)
-        self.late = "which replacements would make the arms agree is not tested inside vLLM"
+        self.left_out = "which replacements would make the arms agree is not tested inside vLLM"
         return self._end("batch-dependent")
 
     def _replayed(self, culprit: Culprit, pair: Pair, records: Sequence[StepRecord]) -> NamedCall:

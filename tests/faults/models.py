@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -144,11 +145,12 @@ def wrong_cache_place(*_: Any) -> Iterator[None]:
     def wrap(update: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(update)  # whose parameters tell the version of transformers
         def run(*args: Any, **kwargs: Any) -> Any:
-            values = kwargs["value_states"]
+            given = inspect.signature(update).bind(*args, **kwargs)
+            values = given.arguments["value_states"]
             if values.shape[-2] > 6:
-                values = values.clone()
+                given.arguments["value_states"] = values = values.clone()
                 values[..., 1, :] = values[..., 0, :]
-            return update(*args, **{**kwargs, "value_states": values})
+            return update(*given.args, **given.kwargs)
 
         return run
 

@@ -11,7 +11,7 @@ import torch
 from nondet.core.records import Control, Culprit, Record, Substitution, TraceVerdict
 from nondet.sampling.engine import TransformersEngine
 from nondet.sampling.plan import Load, Request
-from nondet.trace.search import Arm, Pace, Search
+from nondet.trace.search import Arm, Search, Site
 from tests.kernels.tiers import tiny
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -55,6 +55,15 @@ class Traced:
         return next(r for r in self.records if isinstance(r, Control) and r.name == name)
 
 
+class FirstOnly(Search):
+    """A search that is over with its first culprit, as inside vLLM: for tests that look at no replacement."""
+
+    def _until_fixed(self, site: Site) -> TraceVerdict:
+        self._name(1, site)
+        self.left_out = "which replacements make the arms agree is not tested"
+        return self._end("batch-dependent")
+
+
 LOAD = Load(
     others=5, targets=2, spread=6, prompt=(4, 24), tokens=(4, 10), budget=16, requests=16, page=4, sharing=False
 )
@@ -81,15 +90,15 @@ def trace(
     impl: str = "stock",
     arms: tuple[Arm, Arm] | None = None,
     records: list[Record] | None = None,
-    pace: Pace | None = None,
     sweeps: bool = True,
+    search: type[Search] = Search,
 ) -> Traced:
     """A whole trace."""
     records = [] if records is None else records
     said: list[str] = []
     a, b = arms or arms_of(load)
-    search = Search(
+    made = search(
         TransformersEngine(model), model, a, b, impl=impl, choose=True, write=records.append,
-        say=said.append, sweeps=sweeps, pace=pace or Pace(),
+        say=said.append, sweeps=sweeps,
     )  # fmt: skip
-    return Traced(search.run(), search, records, said)
+    return Traced(made.run(), made, records, said)

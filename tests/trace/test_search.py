@@ -25,10 +25,10 @@ from nondet.sampling.implementations import implementation
 from nondet.trace.capture import CoarseCapture
 from nondet.trace.replays import RecordedCall, exact, operators_of, replays
 from nondet.trace.repro import write_and_run
-from nondet.trace.search import OutOfTimeError, Pace, Search, Site, least_site
+from nondet.trace.search import Search, Site, least_site
 from nondet.verdict.gate import exit_code
 from tests.build import run_of, tiers
-from tests.trace.conftest import ARCHITECTURES, LOAD, Traced, arms_of, model_of, trace
+from tests.trace.conftest import ARCHITECTURES, LOAD, FirstOnly, Traced, arms_of, model_of, trace
 
 CALLS = {"linear", "matmul", "scaled_dot_product_attention", "softmax"}
 
@@ -50,7 +50,7 @@ def test_float32_models_are_traced_to_a_cure(name: str, stock: Traced) -> None:
     first = traced.culprits[0]
     assert first.call in CALLS or first.module.endswith("experts"), first.sentence
     assert first.digests
-    assert not traced.search.late
+    assert not traced.search.left_out
     assert all(difference.mismatched for difference in first.differences.values())
     tried = [frozenset(s.families) for s in traced.substitutions]
     assert len(set(tried)) == len(tried)  # what was seen is not asked again
@@ -63,13 +63,13 @@ def test_float32_models_are_traced_to_a_cure(name: str, stock: Traced) -> None:
     assert traced.control("capture").passed
 
 
-def test_a_trace_that_runs_out_of_time_says_what_it_did_not_ask() -> None:
-    traced = trace(model_of("llama"), pace=FIRST, sweeps=False)
+def test_a_search_that_ends_with_its_first_culprit_says_what_it_left_out() -> None:
+    traced = trace(model_of("llama"), search=FirstOnly, sweeps=False)
     assert (traced.verdict.finding, traced.verdict.families) == ("batch-dependent", None)
     assert [c.call in CALLS for c in traced.culprits] == [True]
     assert not {"M", "keys", "substitution"} & {r.name for r in traced.culprits[0].replays}  # no sweeps were wanted
     assert not traced.substitutions
-    assert "for lack of time" in traced.search.late in traced.verdict.sentences
+    assert traced.search.left_out in traced.verdict.sentences
     assert not any("no available set of replacements" in line for line in traced.verdict.sentences)
 
 
@@ -111,7 +111,7 @@ def test_logits_that_are_no_numbers_are_nothing_to_trace() -> None:
 
 def test_with_prefix_sharing_the_donor_is_traced() -> None:
     load = replace(LOAD, targets=4, others=3, sharing=True, spread=12)
-    traced = trace(model_of("llama"), load, arms=arms_of(load, prompt=17), sweeps=False, pace=FIRST)
+    traced = trace(model_of("llama"), load, arms=arms_of(load, prompt=17), sweeps=False, search=FirstOnly)
     assert traced.verdict.finding == "batch-dependent"
     assert traced.culprits[0].call
 
@@ -180,7 +180,6 @@ class Scalars(nn.Module):
 
 
 DOWN = "model.layers.1.mlp.down_proj"
-FIRST = Pace(lambda: 0.0)  # of a trace that is over with its first culprit
 
 
 def planted(fault: Callable[..., torch.Tensor], impl: str = "invariant", **options: Any) -> Traced:
@@ -208,7 +207,7 @@ def named(culprit: Culprit) -> tuple[str, str]:
 def test_a_planted_fault_is_found(
     fault: Callable[..., torch.Tensor], call: str, replays: dict[str, str], said: str
 ) -> None:
-    traced = planted(fault) if fault is splits else planted(fault, sweeps=False, pace=FIRST)
+    traced = planted(fault) if fault is splits else planted(fault, sweeps=False, search=FirstOnly)
     first, found = traced.culprits[0], {r.name: r for r in traced.culprits[0].replays}
     assert traced.verdict.finding == "batch-dependent"
     assert first.module == DOWN
@@ -264,7 +263,7 @@ def test_a_weight_made_of_others_stays_in_replays_and_what_no_order_mends_is_nam
     model = model_of("llama")
     layer = model.model.layers[1].mlp.down_proj
     layer.weight = nn.Parameter(Float8Toy(*quantize_tensor(layer.weight.detach())), requires_grad=False)
-    traced = trace(model, impl="invariant", pace=FIRST)
+    traced = trace(model, impl="invariant", search=FirstOnly)
     first = traced.culprits[0]
     assert named(first) == (DOWN, "linear[Float8Toy]")
     told = {r.name: r for r in first.replays}
@@ -283,22 +282,18 @@ def test_a_weight_made_of_others_stays_in_replays_and_what_no_order_mends_is_nam
     assert not list(tmp_path.iterdir())
 
 
-def test_the_next_responsible_call_is_named_and_a_cure_without_time_is_not_called_the_smallest() -> None:
-    """Attention and the activation; which diverges at an earlier position, a CPU's products decide. That each of the
-    two is needed takes another run, for which there is no time once the arms agree."""
+def test_the_next_responsible_call_is_named_and_both_of_their_families_are_needed() -> None:
+    """Attention and the activation; which diverges at an earlier position, a CPU's products decide."""
     model = model_of("llama", intermediate_size=97)
     model.model.layers[0].mlp.act_fn = Scalars()
-    records: list[Any] = []
-    pace = Pace(lambda: 0.0 if any(getattr(record, "agree", False) for record in records) else math.inf)
-    traced = trace(model, impl="invariant:matmul", records=records, pace=pace, sweeps=False)
+    traced = trace(model, impl="invariant:matmul", sweeps=False)
     found = {("model.layers.0.self_attn", "attention"), ("model.layers.0.mlp.act_fn", "Scalars")}
     assert len(traced.culprits) == 2
     assert {named(c) for c in traced.culprits} == found
     assert {c.layer for c in traced.culprits} == {"0"}
     assert traced.culprits[0].position <= traced.culprits[1].position
-    assert (traced.verdict.finding, traced.verdict.families) == ("batch-dependent", None)
-    assert "with attention and pointwise invariant the arms agree; whether fewer do" in traced.search.late
-    assert traced.search.late in traced.verdict.sentences
+    assert traced.verdict.finding == "batch-dependent"
+    assert set(traced.verdict.families or []) == {"attention", "pointwise"}
 
 
 def test_a_call_that_its_replacement_does_not_reach_is_named_once() -> None:
@@ -327,7 +322,7 @@ def test_what_is_given_to_a_layer_from_outside_was_not_written_in_between() -> N
     rotary = model.model.rotary_emb
     plain = rotary.forward
     rotary.forward = lambda x, *a, **k: tuple(part * (1 + 2.0**-12 * x.shape[1]) for part in plain(x, *a, **k))
-    traced = trace(model, impl="invariant", pace=FIRST)
+    traced = trace(model, impl="invariant", search=FirstOnly)
     assert traced.verdict.finding == "batch-dependent"
     assert "given to the layer from outside" in traced.culprits[0].sentence
     assert not traced.culprits[0].call
@@ -369,17 +364,6 @@ def test_a_trace_sees_keys_that_the_kernel_would_read_in_place() -> None:
     assert len(capture.rows) > 11
 
 
-def test_a_run_is_begun_only_where_the_longest_so_far_would_fit() -> None:
-    now = 0.0
-    pace = Pace(lambda: 25.0 - now, lambda: now)
-    for _ in range(2):
-        pace.check()
-        with pace.timed():
-            now += 10.0
-    with pytest.raises(OutOfTimeError):
-        pace.check()
-
-
 def test_the_request_whose_tokens_differ_is_taken_and_a_record_of_another_machine_is_said() -> None:
     load = replace(LOAD, targets=6, others=3)
     model = model_of("llama")
@@ -391,15 +375,18 @@ def test_the_request_whose_tokens_differ_is_taken_and_a_record_of_another_machin
     differing = [(token is None, logprob, i) for i, (token, logprob) in enumerate(positions) if logprob is not None]
     assert differing
 
+    class EndedError(Exception):
+        pass
+
     def say(line: str) -> None:
         if line.startswith("coarse pass"):
-            raise OutOfTimeError
+            raise EndedError
 
     records: list[Any] = []
     wanted = {"alone": trace_digest(reference.token_ids, reference.logprobs), "in company": "0" * 16}
     arms, about = arms_of(load, new=6), {"write": records.append, "say": say, "expected": wanted}
     search = Search(engine, model, *arms, impl="stock", **about)
-    with pytest.raises(OutOfTimeError):
+    with pytest.raises(EndedError):
         search.run()
     figures = {r.name: r.figures for r in records}
     first = min(differing)[2]
