@@ -286,7 +286,10 @@ def test_a_coverage_file_says_what_computes_each_layer(
     assert f"nondet: coverage: nondet report {path}" in log
     from nondet.reports.markdown import render
 
-    assert "7 layers replaced, 2 layers elementwise" in render([run])
+    page = render([run])
+    assert "7 layers replaced, 2 layers elementwise" in page
+    assert "Layers under SGLang" in page
+    assert "vLLM" not in page
 
 
 class FusedMoE(nn.Module):
