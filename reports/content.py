@@ -37,7 +37,8 @@ from nondet.verdict.wording import phrase
 STOCK = (Role.STOCK, Role.BACKEND)
 INCOMPLETE = "This run did not come to its end: every count is of what was measured so far."
 _TITLES = {"diagnose": "Diagnosis", "sample": "Completions", "probe": "Operators", "bench": "Speed", "embed": "Vectors"}
-_TITLES |= {"certify": "Certificate", "rl": "Training", "vllm": "Layers under vLLM", "mismatch": "Sampler and trainer"}
+_TITLES |= {"certify": "Certificate", "rl": "Training", "mismatch": "Sampler and trainer"}
+_TITLES |= {"vllm": "Layers under vLLM", "sglang": "Layers under SGLang"}
 _PROBLEMS_MOST = 2  # of a terminal's 25 lines
 _CLEAN_MOST = 80  # characters of a fix's counts in a page's head
 # Names that runs record, which resuming and comparing match, and sentences of earlier versions -> what a report prints.
@@ -245,8 +246,7 @@ class RunSection:
         of = next((str(name).rpartition("/")[2] for name in names if name), "")
         of = "a server" if self.endpoint is not None else of.removesuffix("ForCausalLM").removesuffix("Model")
         machine = header.environment.get("gpu") or header.environment.get("cpu")
-        # a server's machine is not this one
-        on = str(machine).partition(" (family")[0] if machine and self.endpoint is None else ""
+        on = str(machine).partition(" (family")[0] if machine and self.endpoint is None else ""  # a server's is another
         done = _TITLES.get(header.command, header.command.capitalize())
         return one_line(f"{done}{f' of {of}' * bool(of)}{f' on {on}' * bool(on)}", 120)
 

@@ -45,7 +45,7 @@ def trace_headline(run: Run) -> str:
 
 
 def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
-    """A part for each kind of record of a trace, of replays, of layers under vLLM, and of an encoder."""
+    """A part for each kind of record of a trace, of replays, of layers under an engine, and of an encoder."""
     made: list[Block] = []
 
     def part(title: str, lines: Sequence[str], details: Sequence[str] = (), figures: Sequence[Figure] = ()) -> None:
@@ -60,9 +60,8 @@ def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
         part("Verdict", [_without_trees(sentence, run) for v in last for sentence in v.sentences[1:]])
     if compared := run.operators_compared:
         made.append(_operators(compared, f"operators-{number}", opened))
-    marks = {True: "", False: " (FAILS)", None: ""}
     named = [(_CONTROLS.get(c.name, c.name.replace("tape of", "record of")), c) for c in run.controls]
-    part("Controls", [f"{name}{marks[c.passed]}: {c.sentence}" for name, c in named])
+    part("Controls", [f"{name}{' (FAILS)' * (c.passed is False)}: {c.sentence}" for name, c in named])
     repro = [v.repro for v in last if v.repro]
     for culprit in run.culprits:
         title = f"{'Differing operator' if culprit.call else 'Difference without an operator'} {culprit.number}"
@@ -82,7 +81,8 @@ def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     part("Replays", lines, [", ".join(r.request for r in of) for _, of in groups])
     layers = sorted(run.layer_standings, key=lambda one: one.standing != "at risk")
     said_of = "{0.standing}: {1} {0.kind}, the first {0.first}: {0.why}"
-    part("Layers under vLLM", [said_of.format(one, plural(one.layers, "layer")) for one in layers])
+    under = {"sglang": "SGLang"}.get(run.header.command, "vLLM")
+    part(f"Layers under {under}", [said_of.format(one, plural(one.layers, "layer")) for one in layers])
     for impl in dict.fromkeys(p.impl for p in run.embed_passes):
         part(f"{impl}: vectors in batches compared with one text at a time", *_vectors(run, impl))
     if run.embed_passes and run.header.plan.get("cut"):

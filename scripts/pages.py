@@ -1,10 +1,12 @@
-"""Writes the pages that are made from the program and its evidence: docs/commands.md and docs/gpus.md. A test compares.
+"""Writes what is made from the program and its evidence: docs/commands.md, docs/gpus.md, the end of docs/engines.md. A
+test compares.
 
 python scripts/pages.py [FOLDER]
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,23 @@ VERSIONS = ("torch", "triton", "transformers", "driver")
 NOT_RUN = """No other machine has a run file here: no other NVIDIA GPU, no AMD or Intel GPU, no Apple silicon, and no
 more than four GPUs at a time. Whether the invariant kernels run elsewhere, and hold, is not known: `nondet certify`
 asks. A run file from a machine that is not listed is welcome."""
+RUN_HEADING = "## What was run on what\n"
+RUN = """From the coverage files under `docs/evidence/` and the plugins' own tables, by `python scripts/pages.py`. A
+version that was not run starts if its functions fit, and its log says that it was not run."""
+# (engine, versions that were not run, whose sources have every function that its plugin replaces)
+FIT = (("vLLM", "0.27.0 to 0.33.0 (`scripts/vllm_seams.py`)"),)
+ON_CPUS = {("vLLM", "0.25.1"): "vLLM's build for CPUs, without the plugin"}
+# what the plugins' own tables do not have
+REFUSED = """attention sinks, ALiBi, encoders, MLA, an FP8 KV cache, context parallelism, two batches at a time (DBO),
+speculative decoding, LoRA, sleep mode, transfers of weights or KV caches, offloading, windows that end at the prompt
+(R-SWA), other worker classes, float32"""
+AT_RISK = """experts (MoE) that are shared, quantized, split over ranks or not chosen by a softmax; attention in local
+chunks or with static sinks; state spaces; pipeline stages; quantized layers whose kernel can't be certified; layers
+that nondet does not know"""
+REFUSED_BY_SGLANG = """pages of more than one token, windows, cross attention, other caches than of K and V by token, a
+KV cache in FP8, float32, disaggregation, offloading, CUDA graphs of a whole prefill, of decode in parts or by
+torch.compile"""
+AT_RISK_UNDER_SGLANG = "experts (MoE), quantized layers, state spaces, layers that nondet does not know"
 
 
 def commands_page() -> str:
@@ -81,7 +100,39 @@ def machines_page() -> str:
     return "\n\n".join([MACHINES, "\n".join(lines), NOT_RUN]) + "\n"
 
 
-PAGES = {"commands.md": commands_page, "gpus.md": machines_page}
+def engines_page() -> str:
+    """The guide as it is, and below it which engine's version ran where, and what its plugin refuses."""
+    from nondet.core.runfile import read_run
+    from nondet.sglang import plugin as sglang
+    from nondet.vllm import plugin as vllm
+
+    by_hand = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8").partition(RUN_HEADING)[0]
+    ran: dict[tuple[str, str], dict[str, set[int]]] = {}
+    for path in sorted(EVIDENCE.rglob("coverage-*.jsonl")):
+        header = read_run(path).header
+        name = {"vllm": "vLLM", "sglang": "SGLang"}[header.command]
+        argv = header.environment["argv"]
+        ranks = [int(b) for a, b in itertools.pairwise(argv) if a in ("--tensor-parallel-size", "--ranks")]
+        counts = ran.setdefault((name, header.plan[header.command]), {}).setdefault(header.environment["gpu"], set())
+        counts.add(max(ranks, default=1))
+    lines = ["| engine | version | on GPUs | on CPUs | its sources fit |", "|---|---|---|---|---|"]
+    for name, versions in (("vLLM", vllm.TRIED), ("SGLang", sglang.TRIED)):
+        for version in versions:
+            gpus = [f"{', '.join(map(str, sorted(n)))} x {gpu}" for gpu, n in ran.get((name, version), {}).items()]
+            cpus = ON_CPUS.get((name, version), "not run")
+            lines.append(f"| {name} | {version} | {'; '.join(gpus) or 'not run'} | {cpus} | yes |")
+        lines += [f"| {name} | {which} | not run | not run | yes |" for of, which in FIT if of == name]
+    too = f"{', '.join(sglang._PARALLEL)} parallelism, {', '.join(sglang._NOT_COVERED)}"
+    refused = [
+        "| engine | refused at the start, by name | at risk, which refuses the start too |",
+        "|---|---|---|",
+        f"| vLLM | {' '.join(REFUSED.split())} | {' '.join(AT_RISK.split())} |",
+        f"| SGLang | {' '.join(REFUSED_BY_SGLANG.split())}, {too} | {AT_RISK_UNDER_SGLANG} |",
+    ]
+    return "\n\n".join([f"{by_hand}{RUN_HEADING}".rstrip(), RUN, "\n".join(lines), "\n".join(refused)]) + "\n"
+
+
+PAGES = {"commands.md": commands_page, "gpus.md": machines_page, "engines.md": engines_page}
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))

@@ -135,7 +135,7 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
                 look = Look()
                 session = engine.run([], load, look)
             if session.fatal:
-                raise UserError(session.fatal, "See docs/vllm.md.")
+                raise UserError(session.fatal, "See docs/engines.md.")
             for record in look.records():
                 if record.key not in writer.done:
                     writer.write(record)

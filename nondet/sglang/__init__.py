@@ -1,4 +1,4 @@
-"""nondet's kernels under SGLang, through its entry point `sglang.srt.plugins`; the user's guide is docs/vllm.md.
+"""nondet's kernels under SGLang, through its entry point `sglang.srt.plugins`; the user's guide is docs/engines.md.
 
 Importing this package imports neither torch nor SGLang. SGLang calls `plugin` in each of its processes; with
 NONDET_BATCH_INVARIANT=1 that loads `attention`.

@@ -76,7 +76,7 @@ class SegmentsBackend(AttentionBackend):
         kind = type(self.pool).__name__
         if kind != "MHATokenToKVPool":
             raise UserError(f"nondet's attention under SGLang reads no cache by {kind}", _ELSE)
-        self.page, self.longest = runner.page_size, self.table.shape[1]
+        self.longest = self.table.shape[1]
         requests, device = runner.req_to_token_pool.size, self.table.device
         # one more for each that fills the largest graph up
         self.cu_decode = torch.arange(requests + _LEAST_REQUESTS + 1, dtype=torch.int32, device=device)
@@ -90,7 +90,7 @@ class SegmentsBackend(AttentionBackend):
                 cache = torch.zeros(64, layer.kv_heads, layer.head_dim, dtype=k.dtype, device=device)
                 return as_dense(cache[:32]), as_dense(cache[32:])
 
-            log(warm(self.layers.values(), cache_of, requests, self.longest, self.page))
+            log(warm(self.layers.values(), cache_of, requests, self.longest, page=1))
 
     def views(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer, [1, heads, tokens, dim]. Raises UserError: a cache that is not stored token by token."""
@@ -182,5 +182,5 @@ class SegmentsBackend(AttentionBackend):
         if self.step is not None:
             form = self.layers[layer.layer_id]
             rows = -1, form.heads, form.head_dim
-            run(form, self.step, (q.view(rows), *self.views(layer.layer_id), out.view(rows)), self.page)
+            run(form, self.step, (q.view(rows), *self.views(layer.layer_id), out.view(rows)), page=1)
         return out

@@ -257,6 +257,8 @@ def refuse(arguments: Any) -> None:
         f"attention by {' and '.join(sorted(map(str, backends)))}": backends != {BACKEND},
         "sampling and operators outside of SGLang's deterministic mode": not arguments.enable_deterministic_inference,
         **{f"{what} parallelism": getattr(arguments, f"{name}_size") > 1 for what, name in _PARALLEL.items()},
+        # with pages of 64, answers with a cached prefix had other bits on an H200, and why is not known
+        f"pages of {arguments.page_size} tokens (--page-size)": arguments.page_size != 1,
         f"a KV cache of {cache}": cache not in ("auto", "bf16", "bfloat16", "fp16", "float16"),
         f"disaggregation ({mode})": mode not in (None, "null"),
         "offloaded layers": arguments.cpu_offload_gb > 0 or arguments.offload_group_size > 0,
@@ -311,15 +313,13 @@ _NOT_COVERED = {
 
 # Layers without a sum of their own: SGLang's, by the name of a class that they are or descend from, and torch's. The
 # pooler runs only for embeddings, which are refused.
-_ELEMENTWISE = {
-    "SiluAndMul", "GeluAndMul", "NewGELU", "ReLU2", "QuickGELU", "RotaryEmbedding", "Phi3LongRoPEScaledRotaryEmbedding",
-    "LogitsProcessor", "PPMissingLayer", "Pooler", "Identity", "Dropout", "SiLU", "GELU", "ReLU", "Sigmoid", "Tanh",
-}  # fmt: skip
+_ACTIVATIONS = {"SiluAndMul", "GeluAndMul", "NewGELU", "ReLU2", "QuickGELU"}
+_ROTATIONS = {"RotaryEmbedding", "Phi3LongRoPEScaledRotaryEmbedding"}
+_TORCHS = {"Identity", "Dropout", "SiLU", "GELU", "ReLU", "Sigmoid", "Tanh"}
+_ELEMENTWISE = {*_ACTIVATIONS, *_ROTATIONS, *_TORCHS, "LogitsProcessor", "PPMissingLayer", "Pooler"}
 # Their forward calls the layer's method for the product, and nothing else.
-_BY_METHOD = {
-    "LinearBase", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding",
-    "ParallelLMHead",
-}  # fmt: skip
+_LINEARS = {"LinearBase", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"}
+_BY_METHOD = {*_LINEARS, "VocabParallelEmbedding", "ParallelLMHead"}
 PRODUCTS = "products in class chain, certified at start"
 
 

@@ -240,7 +240,7 @@ class VllmEngine:
                 kind, said = self._hear(_START_S)
                 if kind != "ready":
                     raise UserError(
-                        f"vLLM did not start as {name}: {said}", "Leave this --impl out, or see docs/vllm.md."
+                        f"vLLM did not start as {name}: {said}", "Leave this --impl out, or see docs/engines.md."
                     )
                 self._covered = _coverage(coverage)
                 yield Counter

@@ -14,7 +14,6 @@ import torch
 from nondet.core import compare
 from nondet.engines import attention
 from nondet.errors import UserError
-from tests.kernels.tiers import at_length
 from tests.sglang import toys
 
 HEADS, KV_HEADS, DIM, LONGEST = 4, 2, 32, 128
@@ -32,15 +31,15 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 class Engine:
-    """A runner with a cache, and requests whose tokens lie anywhere in it, in pages."""
+    """A runner with a cache, and requests whose tokens lie anywhere in it."""
 
-    def __init__(self, module: ModuleType, page: int = 1, seed: int = 1, layers: int = 1, **changed: Any) -> None:
+    def __init__(self, module: ModuleType, seed: int = 1, layers: int = 1, **changed: Any) -> None:
         self.attentions = [toys.RadixAttention(HEADS, DIM, KV_HEADS, i, **changed) for i in range(layers)]
-        self.page, self.rng, self.tokens = page, torch.Generator().manual_seed(seed), 1024
-        self.free = (torch.randperm(self.tokens // page - 1, generator=self.rng) + 1).tolist()  # 0: no request's
+        self.rng, self.tokens = torch.Generator().manual_seed(seed), 1024
+        self.free = (torch.randperm(self.tokens - 1, generator=self.rng) + 1).tolist()  # 0: no request's
         self.rows = SimpleNamespace(size=16, req_to_token=torch.zeros(16, LONGEST, dtype=torch.int32))
         runner = SimpleNamespace(
-            model=torch.nn.ModuleList(self.attentions), page_size=page, req_to_token_pool=self.rows,
+            model=torch.nn.ModuleList(self.attentions), req_to_token_pool=self.rows,
             token_to_kv_pool=toys.MHATokenToKVPool(layers, self.tokens, KV_HEADS, DIM, torch.float16),
         )  # fmt: skip
         self.backend = module.SegmentsBackend(runner)
@@ -48,10 +47,9 @@ class Engine:
     def place(self, row: int, upto: int) -> None:
         """Give a request places for so many tokens, those that it has among them."""
         at = self.rows.req_to_token[row]
-        for first in range(0, upto, self.page):
-            if not at[first]:
-                page = self.free.pop()
-                at[first : first + self.page] = torch.arange(page * self.page, (page + 1) * self.page)
+        for i in range(upto):
+            if not at[i]:
+                at[i] = self.free.pop()
 
     def step(self, rows: list[int], each: list[Any], new: list[int], pad: int = 0, host: bool = True) -> torch.Tensor:
         """The answers to the last `new` tokens of requests q, k, v at these rows of the table [T, H D]."""
@@ -94,13 +92,12 @@ def exact(one: tuple[torch.Tensor, ...], new: int, cap: float = torch.inf) -> to
     return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(wide, 1)).flatten(1)
 
 
-@pytest.mark.parametrize("page", [1, *at_length(16)])
-def test_a_prompt_in_chunks_beside_others_has_the_bits_that_it_has_alone(module: ModuleType, page: int) -> None:
+def test_a_prompt_in_chunks_beside_others_has_the_bits_that_it_has_alone(module: ModuleType) -> None:
     """Whole and solo; in two chunks, the later beside others; its last token again, as a decode."""
     one, other = request(60, 1), request(33, 2)
     alone = Engine(module).step([3], [one], [60])
     torch.testing.assert_close(alone.double(), exact(one, 60), rtol=5e-3, atol=5e-3)
-    engine = Engine(module, page, seed=5, layers=2)
+    engine = Engine(module, seed=5, layers=2)
     head = tuple(x[:25] for x in one)
     assert compare.identical(engine.step([7], [head], [25]), alone[:25])
     both = engine.step([2, 7], [other, one], [33, 35], host=False)

@@ -139,7 +139,7 @@ def test_a_version_that_was_not_run_is_said(monkeypatch: pytest.MonkeyPatch, log
 def test_the_arguments_say_what_the_plugin_needs(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.register()
     arguments = at(toy, "server_args:ServerArgs")
-    for given in ({}, {"attention_backend": "nondet"}):
+    for given in ({}, {"attention_backend": "nondet"}, {"page_size": 1}):
         made = arguments(**given)
         assert made.get_attention_backends() == ("nondet", "nondet")
         assert made.resolved  # before SGLang derives anything from it
@@ -152,6 +152,8 @@ def test_the_arguments_say_what_the_plugin_needs(toy: Toy, monkeypatch: pytest.M
         ({"enable_lora": True}, "LoRA adapters"),
         ({"speculative_algorithm": "EAGLE"}, "speculative decoding"),
         ({"quantization": "fp8"}, "quantization"),
+        ({"page_size": 64}, r"pages of 64 tokens \(--page-size\)"),
+        ({"page_size": 16}, "pages of 16 tokens"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "a KV cache of fp8_e4m3"),
         ({"enable_torch_compile": True}, "torch.compile"),
         ({"enable_two_batch_overlap": True}, "two batches at a time"),
@@ -284,7 +286,10 @@ def test_a_coverage_file_says_what_computes_each_layer(
     assert f"nondet: coverage: nondet report {path}" in log
     from nondet.reports.markdown import render
 
-    assert "7 layers replaced, 2 layers elementwise" in render([run])
+    page = render([run])
+    assert "7 layers replaced, 2 layers elementwise" in page
+    assert "Layers under SGLang" in page
+    assert "vLLM" not in page
 
 
 class FusedMoE(nn.Module):

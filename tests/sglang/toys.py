@@ -195,7 +195,7 @@ def arguments_of(**changes: Any) -> dict[str, Any]:
     made: dict[str, Any] = {
         **dict.fromkeys(none), **dict.fromkeys(no, False), "kv_cache_dtype": "auto", "disaggregation_mode": "null",
         "torchao_config": "", "cpu_offload_gb": 0, "offload_group_size": -1, "chunked_prefill_size": 64,
-        "max_prefill_tokens": 16384, "model_path": "toy", "cuda_graph_config": graphs,
+        "max_prefill_tokens": 16384, "page_size": 1, "model_path": "toy", "cuda_graph_config": graphs,
         **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size", "attn_cp_size", "dcp_size"), 1),
     }  # fmt: skip
     return made | changes
