@@ -304,7 +304,7 @@ class FineCapture(Recorder):
     def _wrap_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(update)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self.sees:
+            if self._now is None:  # inside of an opaque attention too, which reads what was stored
                 return update(*args, **kwargs)
             given = inspect.signature(update).bind(*args, **kwargs).arguments
             inputs = self.kept({name: given[name] for name in ("key_states", "value_states")})

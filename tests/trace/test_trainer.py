@@ -129,6 +129,14 @@ def test_a_faulty_operator_in_the_trainer_is_named(seed: int) -> None:
     assert found.difference.mismatched
 
 
+def test_a_fault_in_attention_is_attention_s_and_not_its_module_s() -> None:
+    faulty = next(call for call, _ in calls() if call.name == "scaled_dot_product_attention")
+    planted = Planted(faulty)
+    with planted.watch(loaded().model):
+        found = place(LAYOUTS[0])
+    assert (found.call in _PARTS_OF_ATTENTION, found.family) == (True, "attention"), found
+
+
 @pytest.mark.parametrize("layout", tiers([2], [0, 1, 3]))
 def test_a_sound_pair_has_no_place(layout: int) -> None:
     values = trainer_logprobs(LAYOUTS[layout])
