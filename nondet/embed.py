@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
-from nondet.core.compare import difference, same
+from nondet.core.compare import difference, identical, same
 from nondet.core.launch import check_device_alive
 from nondet.core.measure import Trial, failed, kept_warnings, measure, reason_of
-from nondet.core.records import Axis, EmbedPass, Neighbours, Row
+from nondet.core.records import Axis, EmbedPass, Judged, Neighbours, Row
 from nondet.core.runfile import RunWriter
 from nondet.errors import UserError
+from nondet.probes.rounding import FINER, apart, judged, rounding_of, sums_of
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import (
     LoadedModel,
@@ -35,6 +38,7 @@ from nondet.sampling.model import (
 )
 
 ALONE = "alone"
+_PADDED = f"{ALONE}, padded"
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def build_arms(lengths: Sequence[int], batch: int, seed: int) -> list[Arm]:
     odd = max(2, batch // 2 - 1)  # a multiple of no tile
     return [
         Arm(ALONE, _cut(everyone, 1)),
-        Arm(f"alone, padded to {max(lengths)}", _cut(everyone, 1), width=max(lengths)),
+        Arm(f"{_PADDED} to {max(lengths)}", _cut(everyone, 1), width=max(lengths)),
         Arm(f"sorted by length, {batch} a batch", _cut(ordered, batch)),
         Arm(f"shuffled, {batch} a batch", _cut(shuffled, batch)),
         Arm(f"shuffled otherwise, {odd} a batch", _cut(shuffled[::-1], odd)),
@@ -201,6 +205,7 @@ K = 10
 # A packed text may differ from the single text by this many roundings of the dtype, and by at most a seventh of its
 # length; further apart, the model has not separated the texts.
 _ROUNDINGS, _APART_MOST = 1000, 0.14
+_JUDGED = 256  # texts that are computed again, with noise and beside others
 Progress = Callable[[str, str], None]
 
 
@@ -257,6 +262,8 @@ class _Implementation:
                 arms = (arm for arm in self.arms if not arm.packed or self._can_pack(arm))
                 trials = [Trial(arm.name, partial(self._compute, arm, counts)) for arm in arms]
                 row = measure(head, trials, extra=self._keep, started=started)
+                if row.differs and not row.replays_parted:
+                    row = replace(row, judged=self._judged(row))
             except Exception as error:  # noqa: BLE001 - whatever a model raises becomes a row; the run goes on
                 row = failed(head, error, started, caught)
                 check_device_alive(self.loaded.device, error)
@@ -302,6 +309,64 @@ class _Implementation:
             reason = f"the model does not keep packed texts apart (1 - cosine {apart:.2g})"
         self._pass(arm, 0.0, Counter(), reason)
         return False
+
+    def _judged(self, row: Row) -> Judged:
+        """Whether vectors are apart by rounding: of a few batches, that of the worst text among them. What is no
+        rounding stays as large in float64, where a short format hides it."""
+        solo, *others = self.results
+        worst = int(torch.stack([x - solo for x in others]).abs().nan_to_num(torch.inf).amax((0, 2, 3)).argmax())
+        mixed = next(arm for arm in self.arms if arm.name.startswith("shuffled"))
+        batches = sorted(mixed.batches, key=lambda members: worst not in members)
+        few = Arm(mixed.name, tuple(batches[: max(1, _JUDGED // len(batches[0]))]))
+        by_arm = {str(value): self.results[label] for value, label in zip(row.values, row.labels, strict=True)}
+        found = self._found(few, by_arm)
+        wide = self._in_float64(few) if found.kind != "bug" else None
+        # a model that rounds to its own format whatever it is given shows nothing in float64
+        if wide is None or not found.bound or not wide.bound or wide.bound > found.bound / FINER:
+            return found
+        return wide if wide.kind == "bug" or found.kind == "open" else found
+
+    def _found(self, few: Arm, by_arm: Mapping[str, torch.Tensor]) -> Judged:
+        """What vectors of each arm show, beside noise at the sums of these batches, and neighbours of other values."""
+        solo = by_arm[ALONE]
+        bound = rounding_of(lambda ids: vectors(self.loaded, ids, few), self.ids, solo.dtype)
+        leaked, certain = self._leaked(few)
+        if leaked:
+            return judged(leaked, bound, solo.dtype, "leak", certain=certain)
+        far = {arm: apart([solo, result], [0, 1])["1"]["far"] for arm, result in by_arm.items()}
+        padded = max(size for arm, size in far.items() if arm.startswith(_PADDED))
+        look = "padding" if bound is not None and padded > bound else "number"
+        return judged(max(far.values()), bound, solo.dtype, look)
+
+    def _leaked(self, few: Arm) -> tuple[float, bool]:
+        """How far a vector follows what its neighbours hold, at equal lengths, and whether the same sums are taken."""
+        at = sorted(i for members in few.batches for i in members)
+        left = {i for members in few.batches for i in members[::2]}
+        far, sums = 0.0, [sums_of(partial(vectors, self.loaded, self.ids, few))]
+        for own in (left, {*at} - left):
+            beside = [ids if i in own else ids[::-1] for i, ids in enumerate(self.ids)]
+            kept = [i in own for i in at]
+            results = [vectors(self.loaded, ids, few)[kept] for ids in (self.ids, beside)]
+            if own and not identical(*results):
+                far = max(far, apart(results, [0, 1])["1"]["far"], sys.float_info.min)
+            sums.append(sums_of(partial(vectors, self.loaded, beside, few)))
+        return far, sums[0] == sums[1] == sums[2]
+
+    def _in_float64(self, few: Arm) -> Judged | None:
+        """What these batches show with weights in float64; None where the model does not compute in it."""
+        every = [*self.loaded.model.parameters(), *self.loaded.model.buffers()]
+        held = [x.data for x in every]
+        at = sorted(i for members in few.batches for i in members)
+        arms = [Arm(ALONE, _cut(at, 1)), Arm(_PADDED, _cut(at, 1), width=max(len(self.ids[i]) for i in at)), few]
+        try:
+            for x in every:
+                x.data = x.data.double() if x.is_floating_point() else x.data
+            return self._found(few, {arm.name: vectors(self.loaded, self.ids, arm) for arm in arms})
+        except Exception:  # noqa: BLE001 - a kernel that takes no float64 says so in its own way
+            return None
+        finally:
+            for x, data in zip(every, held, strict=True):
+                x.data = data
 
     def _keep(self, results: list[torch.Tensor], _: Any) -> dict[str, Any]:
         self.results = results  # the distinct ones: each arm's is the one of its class

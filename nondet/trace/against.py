@@ -381,6 +381,8 @@ def _declared(event: Event, given: Sequence[Any]) -> tuple[str, list[Any], dict[
 
 def laid_out(tensor: torch.Tensor, strides: tuple[int, ...], offset: int) -> torch.Tensor:
     """A copy with these strides, that far from aligned memory: elsewhere a kernel may add in another order."""
+    if len(strides) != tensor.dim():  # they were not noted
+        return tensor
     once = tensor
     for axis in (axis for axis, stride in enumerate(strides) if stride == 0 and tensor.numel()):
         once = once.narrow(axis, 0, 1)
@@ -605,14 +607,17 @@ def _row(key: Key, of: Sequence[Compared]) -> OperatorCompared:
 
 def said_of(row: OperatorCompared) -> str:
     """ "`linear` of model.layers.*.mlp.down_proj: 3 of 12 calls have other bits, at most 2 ULP, ...": in words."""
-    d, how = row.difference, row.bound
+    d = row.difference
     far = f"at most {d.max_ulp:,} ULP" if d else ""
     if d and d.max_ulp > _ULP_CLEAR and d.scale:
         far += f" near zero, {d.max_abs / d.scale:.2g} of the largest number"
-    if row.times < sys.float_info.max:
-        how = f"{row.times:,.3g} times {how}"
     what = f"{_said((row.module, row.call))}: {row.differing:,} of {row.calls:,} calls have other bits, {far}"
-    return f"{what}, which is {row.verdict} ({how})"
+    return f"{what}, which is {in_words(row.verdict, row.times, row.bound)}"
+
+
+def in_words(verdict: str, times: float, bound: str) -> str:
+    """ "rounding (0.1 times what two orders of the same sum can be apart)": what `judged` found."""
+    return f"{verdict} ({f'{times:,.3g} times ' * (times < sys.float_info.max)}{bound})"
 
 
 def _said(key: Sequence[Any]) -> str:
