@@ -288,12 +288,13 @@ _GRAVITY = ("equal", ROUNDING, UNDECIDED, BUG)
 # What a difference is compared with; the last where no bound is written down: _NEAR times it is rounding, _FAR times it
 # is not any more.
 _COPY, _SUM, _INPUTS = (
-    "it only copies numbers",
+    "it only copies numbers, or takes the largest",
     "what two orders of the same sum can be apart",
     "what the last bits of its inputs change",
 )
 _NEAR, _FAR, _PERTURBATIONS = 4.0, 32.0, 4
-_COPIES = ("embedding", "Embedding", "cat", "stack", "getitem", "index_select", "gather", "neg", "where", "repeat")
+_EXACT = ("embedding", "Embedding", "cat", "stack", "getitem", "index_select", "gather", "neg", "where", "repeat")
+_EXACT += ("amax", "amin", "max", "min", "maximum", "minimum", "abs", "round", "clamp", "sort", "topk")
 _ULP_CLEAR = 1000  # more are of numbers near zero, whose distance in ULP has no meaning
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -335,7 +336,11 @@ def judged(
 ) -> tuple[str, float, str]:
     """Whether the results at this place of a call with the inputs `given` are apart by rounding, how many times its
     bound, and what that is."""
-    if event.key.call in _COPIES or not theirs.is_floating_point() or (theirs.isfinite() != mine.isfinite()).any():
+    if (
+        event.key.call.removeprefix("Tensor.") in _EXACT
+        or not theirs.is_floating_point()
+        or (theirs.isfinite() != mine.isfinite()).any()
+    ):
         return BUG, sys.float_info.max, _COPY if mine.isfinite().all() else "NaN or infinity on one side only"
     wide, gap = theirs.double(), (theirs.double() - mine.double()).abs().nan_to_num(0.0)
     operator, operands, options = _declared(event, remade(event, given)[0])
@@ -375,7 +380,9 @@ def _declared(event: Event, given: Sequence[Any]) -> tuple[str, list[Any], dict[
     if name == _ATTENTION:
         return "attention", args[1:4], {"scale": kwargs.get("scaling")}
     if name == "scaled_dot_product_attention" and len(args) >= 3 and args[0].dim() == 4:
-        return "attention", args[:3], {"scale": kwargs.get("scale")}
+        heads = args[0].shape[1] // args[1].shape[1]
+        keys_values = [x.repeat_interleave(heads, 1) for x in args[1:3]]
+        return "attention", [args[0], *keys_values], {"scale": kwargs.get("scale")}
     return "", [], {}
 
 

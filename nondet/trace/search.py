@@ -28,7 +28,7 @@ from nondet.sampling.replay import minimal
 from nondet.trace.against import BUG, ROUNDING, UNDECIDED, in_words, judged
 from nondet.trace.align import Finding, Pair, Roles, first_responsible, select
 from nondet.trace.capture import CoarseCapture, FineCapture, Owner, RowHashes
-from nondet.trace.recorder import Sizes, StepRecord, add_hooks
+from nondet.trace.recorder import Sizes, StepRecord, add_hooks, tensors_in
 from nondet.trace.replays import RecordedCall, families_for, guarded, kernels_of, replays
 
 
@@ -299,9 +299,11 @@ def _rounded(pair: Pair, roles: Roles, record: StepRecord, out: torch.Tensor, do
     """Whether the second arm's part `out` of the pair's result is apart from the first arm's by rounding. No order of
     a sum explains what follows the values of other requests, but that order itself may."""
     whole = cast("torch.Tensor", pair.a.outputs[0].value)
-    mine = whole.clone()
-    cast("torch.Tensor", select(mine, roles, record)).copy_(out)
-    found = judged(pair.a, {slot.path: slot.value for slot in pair.a.inputs}, whole, mine, 0)
+    theirs = whole.clone()
+    cast("torch.Tensor", select(theirs, roles, record)).copy_(out)
+    inputs = {slot.path for slot in pair.a.inputs if not slot.weight}
+    given = {path: x for path, x in tensors_in((*pair.a.args, pair.a.kwargs)) if path in inputs}
+    found = judged(pair.a, given, theirs, whole, 0)
     leaks = any(r.name == "values" and r.status == "divergent" for r in done)
     kind = UNDECIDED if leaks and found[0] == ROUNDING else found[0]
     said = in_words(kind, *found[1:])

@@ -97,7 +97,7 @@ def _judged(rows: Sequence[Row]) -> list[Reason]:
 
 def _far(found: Judged) -> str:
     of = "its integers" if found.dtype.startswith(("int", "uint", "bool")) else "the scale"
-    return f"up to {found.far:.2g} of {of}" if found.far < _COUNTED else "NaN or infinity in place of numbers"
+    return f"up to {found.far:.2g} of {of}" if found.far < _COUNTED else "NaN, infinity or numbers far beyond the scale"
 
 
 def _of_cases(rows: Sequence[Row]) -> list[Reason]:
