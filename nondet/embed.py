@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +14,13 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from nondet.core.compare import difference, identical, same
+from nondet.core.compare import difference, same
 from nondet.core.launch import check_device_alive
 from nondet.core.measure import Trial, failed, kept_warnings, measure, reason_of
 from nondet.core.records import Axis, EmbedPass, Judged, Neighbours, Row
 from nondet.core.runfile import RunWriter
 from nondet.errors import UserError
-from nondet.probes.rounding import FINER, apart, judged, rounding_of, sums_of
+from nondet.probes.rounding import FINER, apart, judged, rounding_of
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import (
     LoadedModel,
@@ -311,52 +310,34 @@ class _Implementation:
         return False
 
     def _judged(self, row: Row) -> Judged:
-        """Whether vectors are apart by rounding: of a few batches, that of the worst text among them. What is no
-        rounding stays as large in float64, where a short format hides it."""
-        solo, *others = self.results
-        worst = int(torch.stack([x - solo for x in others]).abs().nan_to_num(torch.inf).amax((0, 2, 3)).argmax())
+        """Whether vectors are apart by rounding, from a few batches. What is none stays as large in float64, where a
+        short format hides it."""
         mixed = next(arm for arm in self.arms if arm.name.startswith("shuffled"))
-        batches = sorted(mixed.batches, key=lambda members: worst not in members)
-        few = Arm(mixed.name, tuple(batches[: max(1, _JUDGED // len(batches[0]))]))
-        by_arm = {str(value): self.results[label] for value, label in zip(row.values, row.labels, strict=True)}
-        found = self._found(few, by_arm)
+        few = Arm(mixed.name, mixed.batches[: max(1, _JUDGED // len(mixed.batches[0]))])
+        found = self._found(few, {str(v): self.results[label] for v, label in zip(row.values, row.labels, strict=True)})
         wide = self._in_float64(few) if found.kind != "bug" else None
         # a model that rounds to its own format whatever it is given shows nothing in float64
-        if wide is None or not found.bound or not wide.bound or wide.bound > found.bound / FINER:
-            return found
-        return wide if wide.kind == "bug" or found.kind == "open" else found
+        finer = wide is not None and wide.bound and found.bound and FINER * wide.bound <= found.bound
+        return wide if wide and finer and (wide.kind == "bug" or found.kind == "open") else found
 
     def _found(self, few: Arm, by_arm: Mapping[str, torch.Tensor]) -> Judged:
         """What vectors of each arm show, beside noise at the sums of these batches, and neighbours of other values."""
-        solo = by_arm[ALONE]
+        solo, at = by_arm[ALONE], sorted(i for members in few.batches for i in members)
         bound = rounding_of(lambda ids: vectors(self.loaded, ids, few), self.ids, solo.dtype)
-        leaked, certain = self._leaked(few)
-        if leaked:
-            return judged(leaked, bound, solo.dtype, "leak", certain=certain)
+        half, leaked = {i for members in few.batches for i in members[::2]}, 0.0
+        for mine in filter(None, (half, {*at} - half)):
+            beside = [ids if i in mine else ids[::-1] for i, ids in enumerate(self.ids)]
+            pair = [vectors(self.loaded, ids, few)[[i in mine for i in at]] for ids in (self.ids, beside)]
+            leaked = max(leaked, apart(pair, [0, 1])["1"]["far"])
         far = {arm: apart([solo, result], [0, 1])["1"]["far"] for arm, result in by_arm.items()}
         padded = max(size for arm, size in far.items() if arm.startswith(_PADDED))
-        look = "padding" if bound is not None and padded > bound else "number"
-        return judged(max(far.values()), bound, solo.dtype, look)
-
-    def _leaked(self, few: Arm) -> tuple[float, bool]:
-        """How far a vector follows what its neighbours hold, at equal lengths, and whether the same sums are taken."""
-        at = sorted(i for members in few.batches for i in members)
-        left = {i for members in few.batches for i in members[::2]}
-        far, sums = 0.0, [sums_of(partial(vectors, self.loaded, self.ids, few))]
-        for own in (left, {*at} - left):
-            beside = [ids if i in own else ids[::-1] for i, ids in enumerate(self.ids)]
-            kept = [i in own for i in at]
-            results = [vectors(self.loaded, ids, few)[kept] for ids in (self.ids, beside)]
-            if own and not identical(*results):
-                far = max(far, apart(results, [0, 1])["1"]["far"], sys.float_info.min)
-            sums.append(sums_of(partial(vectors, self.loaded, beside, few)))
-        return far, sums[0] == sums[1] == sums[2]
+        look = "leak" if leaked else "padding" if padded > (bound or 0.0) else "number"
+        return judged(leaked or max(far.values()), bound, solo.dtype, look)
 
     def _in_float64(self, few: Arm) -> Judged | None:
         """What these batches show with weights in float64; None where the model does not compute in it."""
         every = [*self.loaded.model.parameters(), *self.loaded.model.buffers()]
-        held = [x.data for x in every]
-        at = sorted(i for members in few.batches for i in members)
+        held, at = [x.data for x in every], sorted(i for members in few.batches for i in members)
         arms = [Arm(ALONE, _cut(at, 1)), Arm(_PADDED, _cut(at, 1), width=max(len(self.ids[i]) for i in at)), few]
         try:
             for x in every:

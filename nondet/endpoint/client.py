@@ -15,7 +15,7 @@ import math
 import re
 import time
 from collections import Counter
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from httpx import Response
 from msgspec import Struct, defstruct
@@ -280,7 +280,7 @@ class HttpClient:
         if _OPENAI & set(owners):
             return "openai-chat"
         try:
-            async with self._transport.exchange("POST", "/v1/completions", []):
+            async with self._transport.exchange("POST", "/v1/completions", cast("Any", [])):
                 pass
         except AttemptError as failure:
             if failure.kind in ("http-404", "http-405", "http-501"):

@@ -475,7 +475,7 @@ class Transport:
 
     @contextlib.asynccontextmanager
     async def exchange(
-        self, method: str, path: str, body: Mapping[str, Any] | list[Any] | None = None, times: Times | None = None
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, times: Times | None = None
     ) -> AsyncIterator[httpx.Response]:
         """The answer to one request once its header is there, with a status from 200 to 299. Any error is an
         AttemptError, inside of the block as well. `path` follows the address's prefix. Without `times` it is a page's,
@@ -524,9 +524,7 @@ class Transport:
         """The whole body; as `pieces`."""
         return b"".join([piece async for piece in self.pieces(response, most_bytes)])
 
-    async def _header(
-        self, method: str, path: str, body: Mapping[str, Any] | list[Any] | None, times: Times
-    ) -> httpx.Response:
+    async def _header(self, method: str, path: str, body: Mapping[str, Any] | None, times: Times) -> httpx.Response:
         async def trace(event: str, _: Mapping[str, Any]) -> None:
             if event.endswith("send_request_headers.started"):
                 times.sent = time.monotonic()

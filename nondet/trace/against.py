@@ -293,8 +293,8 @@ _COPY, _SUM, _INPUTS = (
     "what the last bits of its inputs change",
 )
 _NEAR, _FAR, _PERTURBATIONS = 4.0, 32.0, 4
-_EXACT = ("embedding", "Embedding", "cat", "stack", "getitem", "index_select", "gather", "neg", "where", "repeat")
-_EXACT += ("amax", "amin", "max", "min", "maximum", "minimum", "abs", "round", "clamp", "sort", "topk")
+_EXACT = {"embedding", "Embedding", "cat", "stack", "getitem", "index_select", "gather", "neg", "where", "repeat"}
+_EXACT |= {"amax", "amin", "max", "min", "maximum", "minimum", "abs", "round", "clamp", "sort", "topk"}
 _ULP_CLEAR = 1000  # more are of numbers near zero, whose distance in ULP has no meaning
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -380,8 +380,7 @@ def _declared(event: Event, given: Sequence[Any]) -> tuple[str, list[Any], dict[
     if name == _ATTENTION:
         return "attention", args[1:4], {"scale": kwargs.get("scaling")}
     if name == "scaled_dot_product_attention" and len(args) >= 3 and args[0].dim() == 4:
-        heads = args[0].shape[1] // args[1].shape[1]
-        keys_values = [x.repeat_interleave(heads, 1) for x in args[1:3]]
+        keys_values = [x.repeat_interleave(args[0].shape[1] // x.shape[1], 1) for x in args[1:3]]
         return "attention", [args[0], *keys_values], {"scale": kwargs.get("scale")}
     return "", [], {}
 

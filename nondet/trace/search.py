@@ -306,12 +306,9 @@ def _rounded(pair: Pair, roles: Roles, record: StepRecord, out: torch.Tensor, do
     found = judged(pair.a, given, theirs, whole, 0)
     leaks = any(r.name == "values" and r.status == "divergent" for r in done)
     kind = UNDECIDED if leaks and found[0] == ROUNDING else found[0]
-    said = in_words(kind, *found[1:])
-    if kind == BUG and leaks:
-        said = f"other requests' data in this request's row, {said}"
-    elif kind == UNDECIDED:
-        how = "nondet.check of this operator" if whole.dtype.itemsize > 2 else "nondet trace --dtype float32"
-        said = f"rounding or not is {said}, and {how} decides it"
+    begins = {BUG: "other requests' data in this request's row, " * leaks, UNDECIDED: "rounding or not is "}
+    said = f"{begins.get(kind, '')}{in_words(kind, *found[1:])}"
+    said += "; nondet.check of this operator decides it" * (kind == UNDECIDED)
     return Replay(name="rounding", status="identical" if kind == ROUNDING else "divergent", sentence=said)
 
 

@@ -82,9 +82,8 @@ def test_scores_that_are_shares_of_their_batch():
     def scores(x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(x.double().sum(-1), 0)
 
-    with pytest.raises(
-        AssertionError, match="^[^ ]*: other requests' data in a request's row, not rounding: .*one factor"
-    ):
+    begins = r"^[^ ]*: other requests' data in a request's row, not rounding: .*one factor"
+    with pytest.raises(AssertionError, match=begins):
         assert_batch_invariant(scores, make_inputs=lambda size: pairs[:size], over=[1, 3, 16])
     beside: dict[Any, torch.Tensor] = {"these": pairs[:4], "others": torch.cat([pairs[:1], pairs[5:8]])}
     run = check(scores, beside.__getitem__, list(beside), varied="neighbour_values", select=lambda out, _: out[:1])
