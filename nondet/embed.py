@@ -6,19 +6,21 @@ import hashlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from nondet.core.compare import difference, same
 from nondet.core.launch import check_device_alive
 from nondet.core.measure import Trial, failed, kept_warnings, measure, reason_of
-from nondet.core.records import Axis, EmbedPass, Neighbours, Row
+from nondet.core.records import Axis, EmbedPass, Judged, Neighbours, Row
 from nondet.core.runfile import RunWriter
 from nondet.errors import UserError
+from nondet.probes.rounding import FINER, apart, judged, rounding_of
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import (
     LoadedModel,
@@ -35,6 +37,7 @@ from nondet.sampling.model import (
 )
 
 ALONE = "alone"
+_PADDED = f"{ALONE}, padded"
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def build_arms(lengths: Sequence[int], batch: int, seed: int) -> list[Arm]:
     odd = max(2, batch // 2 - 1)  # a multiple of no tile
     return [
         Arm(ALONE, _cut(everyone, 1)),
-        Arm(f"alone, padded to {max(lengths)}", _cut(everyone, 1), width=max(lengths)),
+        Arm(f"{_PADDED} to {max(lengths)}", _cut(everyone, 1), width=max(lengths)),
         Arm(f"sorted by length, {batch} a batch", _cut(ordered, batch)),
         Arm(f"shuffled, {batch} a batch", _cut(shuffled, batch)),
         Arm(f"shuffled otherwise, {odd} a batch", _cut(shuffled[::-1], odd)),
@@ -201,6 +204,7 @@ K = 10
 # A packed text may differ from the single text by this many roundings of the dtype, and by at most a seventh of its
 # length; further apart, the model has not separated the texts.
 _ROUNDINGS, _APART_MOST = 1000, 0.14
+_JUDGED = 256  # texts that are computed again, with noise and beside others
 Progress = Callable[[str, str], None]
 
 
@@ -257,6 +261,8 @@ class _Implementation:
                 arms = (arm for arm in self.arms if not arm.packed or self._can_pack(arm))
                 trials = [Trial(arm.name, partial(self._compute, arm, counts)) for arm in arms]
                 row = measure(head, trials, extra=self._keep, started=started)
+                if row.differs and not row.replays_parted:
+                    row = replace(row, judged=self._judged(row))
             except Exception as error:  # noqa: BLE001 - whatever a model raises becomes a row; the run goes on
                 row = failed(head, error, started, caught)
                 check_device_alive(self.loaded.device, error)
@@ -302,6 +308,46 @@ class _Implementation:
             reason = f"the model does not keep packed texts apart (1 - cosine {apart:.2g})"
         self._pass(arm, 0.0, Counter(), reason)
         return False
+
+    def _judged(self, row: Row) -> Judged:
+        """Whether vectors are apart by rounding, from a few batches. What is none stays as large in float64, where a
+        short format hides it."""
+        mixed = next(arm for arm in self.arms if arm.name.startswith("shuffled"))
+        few = Arm(mixed.name, mixed.batches[: max(1, _JUDGED // len(mixed.batches[0]))])
+        found = self._found(few, {str(v): self.results[label] for v, label in zip(row.values, row.labels, strict=True)})
+        wide = self._in_float64(few) if found.kind != "bug" else None
+        # a model that rounds to its own format whatever it is given shows nothing in float64
+        finer = wide is not None and wide.bound and found.bound and FINER * wide.bound <= found.bound
+        return wide if wide and finer and (wide.kind == "bug" or found.kind == "open") else found
+
+    def _found(self, few: Arm, by_arm: Mapping[str, torch.Tensor]) -> Judged:
+        """What vectors of each arm show, beside noise at the sums of these batches, and neighbours of other values."""
+        solo, at = by_arm[ALONE], sorted(i for members in few.batches for i in members)
+        bound = rounding_of(lambda ids: vectors(self.loaded, ids, few), self.ids, solo.dtype)
+        half, leaked = {i for members in few.batches for i in members[::2]}, 0.0
+        for mine in filter(None, (half, {*at} - half)):
+            beside = [ids if i in mine else ids[::-1] for i, ids in enumerate(self.ids)]
+            pair = [vectors(self.loaded, ids, few)[[i in mine for i in at]] for ids in (self.ids, beside)]
+            leaked = max(leaked, apart(pair, [0, 1])["1"]["far"])
+        far = {arm: apart([solo, result], [0, 1])["1"]["far"] for arm, result in by_arm.items()}
+        padded = max(size for arm, size in far.items() if arm.startswith(_PADDED))
+        look = "leak" if leaked else "padding" if padded > (bound or 0.0) else "number"
+        return judged(leaked or max(far.values()), bound, solo.dtype, look)
+
+    def _in_float64(self, few: Arm) -> Judged | None:
+        """What these batches show with weights in float64; None where the model does not compute in it."""
+        every = [*self.loaded.model.parameters(), *self.loaded.model.buffers()]
+        held, at = [x.data for x in every], sorted(i for members in few.batches for i in members)
+        arms = [Arm(ALONE, _cut(at, 1)), Arm(_PADDED, _cut(at, 1), width=max(len(self.ids[i]) for i in at)), few]
+        try:
+            for x in every:
+                x.data = x.data.double() if x.is_floating_point() else x.data
+            return self._found(few, {arm.name: vectors(self.loaded, self.ids, arm) for arm in arms})
+        except Exception:  # noqa: BLE001 - a kernel that takes no float64 says so in its own way
+            return None
+        finally:
+            for x, data in zip(every, held, strict=True):
+                x.data = data
 
     def _keep(self, results: list[torch.Tensor], _: Any) -> dict[str, Any]:
         self.results = results  # the distinct ones: each arm's is the one of its class

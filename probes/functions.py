@@ -27,7 +27,7 @@ from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Judged, Row, Run
 from nondet.core.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, check_signature, load_probe, operators
 from nondet.errors import UnknownNameError, UserError, WrongResultError, one_line
 from nondet.probes.base import Options, tried
-from nondet.probes.rounding import apart, judged, rounding_of, sums_of
+from nondet.probes.rounding import FINER, apart, judged, rounding_of, sums_of
 
 # A function and the inputs that a user makes for it, as variants to measure: the same requests in other batches. A
 # divergence only means something if the requests were the same, so inputs are checked for that before results.
@@ -44,7 +44,6 @@ _EACH_MOST = 256  # requests of the largest batch, spread over it, that are comp
 # Of the results' elements those that differ where a sum over K of 256 to 4,096 is cut in two and added in float32:
 # 0.8 to 1.5 in 10,000 of bfloat16 and 5 to 14 of float16, measured on ordinary numbers (float32: 62 of 100).
 _SHARE = {"bfloat16": 1e-4, "float16": 1e-3}
-_FINER = 16.0  # times less rounding in float64
 _BEYOND = 4.0  # times what rounding may give: what varied there is a cause
 _SEEN = 3.0  # if this many are expected, none occurs by chance in one of 20
 Select = Callable[[Any, Value], torch.Tensor]
@@ -619,7 +618,7 @@ def _decided(found: Judged, subject: _Subject, varied: str) -> Judged:
     """The finding after the same in float64, where that is possible; for others' values it is open without."""
     wide = subject.in_float64(varied)
     # a function that rounds to its own format whatever it is given shows nothing there
-    if wide is None or found.bound is None or wide[1] > found.bound / _FINER:
+    if wide is None or found.bound is None or wide[1] > found.bound / FINER:
         return replace(found, kind="open")
     return judged(*wide, torch.float64, found.look)
 

@@ -36,6 +36,7 @@ _UNITS = {torch.float64: 64.0, torch.float32: 64.0}
 _ROUNDS, _DEVIATIONS = 4, 4.0  # of noise, for how far it moves an element; standard deviations that it may
 _WORST = 8192.0  # times what orders give: more than a sum of 2^18 terms errs at worst
 _FAR = 4.0  # times what rounding may give: beyond it is no rounding
+FINER = 16.0  # times less rounding in float64
 _WIDE = 0.1  # of a result's scale, or of its integers
 _CONSTANT = 1e-3  # largest relative spread of a factor that all elements share, or two roundings of a short format
 

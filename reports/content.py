@@ -32,7 +32,7 @@ from nondet.verdict.gate import judge
 from nondet.verdict.samples import is_replay, is_varied
 from nondet.verdict.served import is_endpoint
 from nondet.verdict.size import Size, size_of_samples
-from nondet.verdict.wording import phrase
+from nondet.verdict.wording import phrase, words
 
 STOCK = (Role.STOCK, Role.BACKEND)
 INCOMPLETE = "This run did not come to its end: every count is of what was measured so far."
@@ -102,8 +102,16 @@ def _found(run: Run, verdicts: Sequence[Verdict], brief: bool) -> str:
             hits = Counter(v.finding for v in shown if v.impl == impl)
             total = plural(hits.total(), unit)
             parts.append(f"{impl}: {', '.join(f'{f} on {hits[f]} of {total}' for f in Finding if hits[f])}")
-        return "; ".join(parts)
-    return findings_text(shown, 3 if brief else 5, partial(_clauses, brief=brief))
+        wrong = [words(v.counts[0]) for v in shown if v.finding == Finding.WRONG]
+        return "; ".join([*_once(shown), *wrong[:1], *parts])
+    return "; ".join([*_once(shown), findings_text(shown, 3 if brief else 5, partial(_clauses, brief=brief))])
+
+
+def _once(verdicts: Sequence[Verdict]) -> list[str]:
+    """That only the very first answer of a server differs, where nothing else does."""
+    doubts = [r.numbers for v in verdicts for r in v.reasons if r.code == "doubt"]
+    first = [d["why"] for d in doubts if d["why"].code == "first-alone"]
+    return [words(why).partition(". ")[0] for why in first[:1] if {d["arm"] for d in doubts} == {"first"}]
 
 
 def _clauses(verdict: Verdict, *, brief: bool) -> str:

@@ -26,10 +26,6 @@ def trace_headline(run: Run) -> str:
     if run.trace_verdicts:
         verdict = run.trace_verdicts[-1]
         text = (verdict.sentences or [verdict.finding])[0]
-        first = next((c for c in run.culprits if c.call and verdict.finding == Finding.BATCH), None)
-        if first is not None:
-            where = f"is `{first.call}` of {first.module}, at position {first.position}"
-            text = f"{verdict.finding}: the first operator to differ {where}"
         cure = " and ".join(verdict.families or ())
         return text + (f"; replacing {cure} by the invariant implementation removes the divergence" if cure else "")
     if again := [r for r in run.replayed if r.how == "as recorded"]:

@@ -17,7 +17,10 @@ from nondet.cli import main
 from nondet.core.records import Run, Status
 from nondet.core.runfile import open_run, read_run
 from nondet.embed import ALONE, build_arms, collect, describe, encode, load_encoder, nearest, rank_changes, vectors
+from nondet.reports.content import headline
 from nondet.sampling.model import LoadedModel, embedded_folder
+from nondet.verdict.gate import judge
+from tests.build import tiers
 
 WORDS = "the cat sat on a mat while other cats ran over hills and far away from every dog in town".split()  # noqa: SIM905
 TEXTS = [" ".join(WORDS[i % 7 : i % 7 + 2 + (5 * i) % 11]) for i in range(8)]
@@ -187,3 +190,54 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
         assert main(["embed", "--model", str(where), "--texts", str(texts), "--device", "cpu"]) == 2
         assert word in capsys.readouterr().err
         shutil.rmtree(where)
+
+
+def rolled(x: torch.Tensor) -> torch.Tensor:
+    return x.roll(1, 0) if len(x) > 3 else x
+
+
+def shared_scale(x: torch.Tensor) -> torch.Tensor:
+    size = x.abs().amax()
+    return (x / size * 127).round() * size / 127
+
+
+FAULTS: list[tuple[Any, str, str]] = [
+    (rolled, "other requests' data in a request's row, not rounding", ""),
+    (shared_scale, "other requests' data in a request's row, not rounding", ""),
+    (lambda x: x + 0.01 * x.mean(0, keepdim=True), "other requests' data in a request's row, not rounding", ""),
+    (lambda x: x * (1 + 2.0**-9 * (torch.arange(x.shape[-1]) > 9)) if len(x) > 1 else x, "not rounding: ", "beside it"),
+    (None, "not rounding: ", "padding"),  # its mask is lost
+]
+
+
+@pytest.mark.parametrize("dtype", tiers(["float32", "bfloat16"], ["float16"]))
+def test_the_first_sentence_says_whether_vectors_differ_by_rounding(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """A sound encoder's differences are, in each format; planted faults are named, however small they are."""
+    loaded = load_encoder(str(folder), dtype, "cpu")
+    forward, said = loaded.model.forward, []
+    weights = [x.clone() for x in loaded.model.state_dict().values()]
+
+    def unmasked(input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> Any:
+        mask = attention_mask if attention_mask.dim() == 4 else torch.ones_like(attention_mask)
+        return forward(input_ids=input_ids, attention_mask=mask, **others)
+
+    for fault, *_ in [(lambda x: x, "rounding: ", ""), *FAULTS]:
+
+        def planted(_: Any, __: Any, out: torch.Tensor, fault: Any = fault) -> torch.Tensor:
+            return fault(out).to(out.dtype)
+
+        with monkeypatch.context() as patched:
+            handle = loaded.model.embeddings.register_forward_hook(planted) if fault else None
+            if handle is None:
+                patched.setattr(loaded.model, "forward", unmasked)
+            run = measured(loaded, tmp_path / "run.jsonl", "stock")
+            if handle is not None:
+                handle.remove()
+        said.append(headline(run, judge(run)).removeprefix("stock: "))
+    assert said[0].startswith(("rounding: ", "no divergence observed")), said[0]
+    for (_, begins, looks), text in zip(FAULTS, said[1:], strict=True):
+        assert text.startswith(begins), text
+        assert looks in text, text
+    assert all(torch.equal(x, y) for x, y in zip(weights, loaded.model.state_dict().values(), strict=True))

@@ -730,7 +730,7 @@ class Control(Record, frozen=True, tag="control", kw_only=True):
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
     """The responsible call repeated by itself, with one thing changed."""
 
-    name: str  # "repeat", "rows only", "values", "order", "M", "keys", "exact", "tree" or "substitution"
+    name: str  # "repeat", "rows only", "values", "order", "M", "keys", "exact", "tree", "substitution" or "rounding"
     status: str  # "identical", "divergent" or "error"
     sentence: str
     trials: Whole = 0

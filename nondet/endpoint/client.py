@@ -15,7 +15,7 @@ import math
 import re
 import time
 from collections import Counter
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from httpx import Response
 from msgspec import Struct, defstruct
@@ -276,11 +276,11 @@ class HttpClient:
         return ""
 
     async def _openai(self, owners: list[str]) -> str:
-        """Chat, or whether a server has /v1/completions: an empty request is refused there, but not as unknown."""
+        """Chat, or whether a server has /v1/completions: a list is refused there as no request, and not as unknown."""
         if _OPENAI & set(owners):
             return "openai-chat"
         try:
-            async with self._transport.exchange("POST", "/v1/completions", {}):
+            async with self._transport.exchange("POST", "/v1/completions", cast("Any", [])):
                 pass
         except AttemptError as failure:
             if failure.kind in ("http-404", "http-405", "http-501"):

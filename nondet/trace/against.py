@@ -288,12 +288,13 @@ _GRAVITY = ("equal", ROUNDING, UNDECIDED, BUG)
 # What a difference is compared with; the last where no bound is written down: _NEAR times it is rounding, _FAR times it
 # is not any more.
 _COPY, _SUM, _INPUTS = (
-    "it only copies numbers",
+    "it only copies numbers, or takes the largest",
     "what two orders of the same sum can be apart",
     "what the last bits of its inputs change",
 )
 _NEAR, _FAR, _PERTURBATIONS = 4.0, 32.0, 4
-_COPIES = ("embedding", "Embedding", "cat", "stack", "getitem", "index_select", "gather", "neg", "where", "repeat")
+_EXACT = {"embedding", "Embedding", "cat", "stack", "getitem", "index_select", "gather", "neg", "where", "repeat"}
+_EXACT |= {"amax", "amin", "max", "min", "maximum", "minimum", "abs", "round", "clamp", "sort", "topk"}
 _ULP_CLEAR = 1000  # more are of numbers near zero, whose distance in ULP has no meaning
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -335,7 +336,11 @@ def judged(
 ) -> tuple[str, float, str]:
     """Whether the results at this place of a call with the inputs `given` are apart by rounding, how many times its
     bound, and what that is."""
-    if event.key.call in _COPIES or not theirs.is_floating_point() or (theirs.isfinite() != mine.isfinite()).any():
+    if (
+        event.key.call.removeprefix("Tensor.") in _EXACT
+        or not theirs.is_floating_point()
+        or (theirs.isfinite() != mine.isfinite()).any()
+    ):
         return BUG, sys.float_info.max, _COPY if mine.isfinite().all() else "NaN or infinity on one side only"
     wide, gap = theirs.double(), (theirs.double() - mine.double()).abs().nan_to_num(0.0)
     operator, operands, options = _declared(event, remade(event, given)[0])
@@ -375,12 +380,15 @@ def _declared(event: Event, given: Sequence[Any]) -> tuple[str, list[Any], dict[
     if name == _ATTENTION:
         return "attention", args[1:4], {"scale": kwargs.get("scaling")}
     if name == "scaled_dot_product_attention" and len(args) >= 3 and args[0].dim() == 4:
-        return "attention", args[:3], {"scale": kwargs.get("scale")}
+        keys_values = [x.repeat_interleave(args[0].shape[1] // x.shape[1], 1) for x in args[1:3]]
+        return "attention", [args[0], *keys_values], {"scale": kwargs.get("scale")}
     return "", [], {}
 
 
 def laid_out(tensor: torch.Tensor, strides: tuple[int, ...], offset: int) -> torch.Tensor:
     """A copy with these strides, that far from aligned memory: elsewhere a kernel may add in another order."""
+    if len(strides) != tensor.dim():  # they were not noted
+        return tensor
     once = tensor
     for axis in (axis for axis, stride in enumerate(strides) if stride == 0 and tensor.numel()):
         once = once.narrow(axis, 0, 1)
@@ -605,14 +613,17 @@ def _row(key: Key, of: Sequence[Compared]) -> OperatorCompared:
 
 def said_of(row: OperatorCompared) -> str:
     """ "`linear` of model.layers.*.mlp.down_proj: 3 of 12 calls have other bits, at most 2 ULP, ...": in words."""
-    d, how = row.difference, row.bound
+    d = row.difference
     far = f"at most {d.max_ulp:,} ULP" if d else ""
     if d and d.max_ulp > _ULP_CLEAR and d.scale:
         far += f" near zero, {d.max_abs / d.scale:.2g} of the largest number"
-    if row.times < sys.float_info.max:
-        how = f"{row.times:,.3g} times {how}"
     what = f"{_said((row.module, row.call))}: {row.differing:,} of {row.calls:,} calls have other bits, {far}"
-    return f"{what}, which is {row.verdict} ({how})"
+    return f"{what}, which is {in_words(row.verdict, row.times, row.bound)}"
+
+
+def in_words(verdict: str, times: float, bound: str) -> str:
+    """ "rounding (0.1 times what two orders of the same sum can be apart)": what `judged` found."""
+    return f"{verdict} ({f'{times:,.3g} times ' * (times < sys.float_info.max)}{bound})"
 
 
 def _said(key: Sequence[Any]) -> str:

@@ -229,36 +229,36 @@ def replays(
     results. Without `sweeps` it is not repeated at other numbers of rows and keys, for each of which libraries plan
     again, nor under each family that might fix it, for which kernels are compiled; the family that its name suggests is
     tried in the whole run in any case."""
-    again = _guarded("repeat", _repeat, b, out_b)
+    again = guarded("repeat", _repeat, b, out_b)
     yield again
     # its bits change by themselves, or depend on something that was not captured: no other replay is then conclusive
     if again.status == "divergent" or not again.equals_second:
-        yield _guarded("substitution", _substitution, b, name)
+        yield guarded("substitution", _substitution, b, name)
         return
     values = None
     if not b.axis or b.rows > 1 or b.keys > len(b.visible):
-        values = _guarded("values", _values, b, out_b)
+        values = guarded("values", _values, b, out_b)
     if b.axis:
-        yield _guarded("rows only", _rows_only, b, out_a, out_b, values)
+        yield guarded("rows only", _rows_only, b, out_a, out_b, values)
     if values is not None:
         yield values
     if b.axis and values is not None:
-        yield _guarded("order", _order, b, out_b)
+        yield guarded("order", _order, b, out_b)
     for axis in ("M", "keys") if b.axis and sweeps else ():
         if axis == "M" or b.keys:
-            yield _guarded(axis, _sweep, b, axis, out_b.device.type)
-    yield _guarded("exact", exact, b, name)
+            yield guarded(axis, _sweep, b, axis, out_b.device.type)
+    yield guarded("exact", exact, b, name)
     if b.axis and (sum_of := _SUMS.get(name.removeprefix("_"))) is not None:
-        yield _guarded("tree", _trees, a, b, sum_of, name)
+        yield guarded("tree", _trees, a, b, sum_of, name)
     if sweeps or name not in _FAMILY_OF:
-        yield _guarded("substitution", _substitution, b, name)
+        yield guarded("substitution", _substitution, b, name)
 
 
 def _replay(name: str, divergent: bool, sentence: str, **found: Any) -> Replay:
     return Replay(name=name, status="divergent" if divergent else "identical", sentence=sentence, **found)
 
 
-def _guarded(name: str, replay: Callable[..., Replay], *given: Any) -> Replay:
+def guarded(name: str, replay: Callable[..., Replay], *given: Any) -> Replay:
     """Turn a replay that fails into a record."""
     try:
         return replay(*given)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -25,10 +25,11 @@ from nondet.errors import EngineStoppedError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, StepLog, Watcher
 from nondet.sampling.replay import minimal
-from nondet.trace.align import Finding, Pair, first_responsible, select
+from nondet.trace.against import BUG, ROUNDING, UNDECIDED, in_words, judged
+from nondet.trace.align import Finding, Pair, Roles, first_responsible, select
 from nondet.trace.capture import CoarseCapture, FineCapture, Owner, RowHashes
-from nondet.trace.recorder import Sizes, StepRecord, add_hooks
-from nondet.trace.replays import RecordedCall, families_for, kernels_of, replays
+from nondet.trace.recorder import Sizes, StepRecord, add_hooks, tensors_in
+from nondet.trace.replays import RecordedCall, families_for, guarded, kernels_of, replays
 
 
 @dataclass
@@ -247,7 +248,10 @@ def verdict_sentences(
         return [f"{finding}: {note}" for note in notes] or [finding]
     first = culprits[0]
     named = f"is `{first.call}` of {first.module}" if first.call else f"could not be named; it is in {_where(first)}"
-    lines = [f"batch-dependent: the first operator to differ {named}, at position {first.position}"]
+    where = f"the first operator to differ {named}, at position {first.position}"
+    size = next((r.sentence for r in first.replays if r.name == "rounding" and r.status != "error"), "")
+    is_bug = BUG in size
+    lines = [f"{size}: {where}; batch-dependent" if is_bug else f"batch-dependent: {where}{f'; {size}' * bool(size)}"]
     listed = [f"{c.number}. `{c.call}` of {c.module}, position {c.position}" for c in culprits if c.call]
     if len(listed) > 1:
         lines.append(f"in the order in which replacing one showed the next: {'; '.join(listed)}")
@@ -264,6 +268,23 @@ def verdict_sentences(
         )
     # the order of the sum, or what no order fixes
     return [*lines, *(r.sentence for r in first.replays if r.name == "tree" or "; at risk under all" in r.sentence)]
+
+
+def _rounded(pair: Pair, roles: Roles, record: StepRecord, out: torch.Tensor, done: Sequence[Replay]) -> Replay:
+    """Whether the second arm's part `out` of the pair's result is apart from the first arm's by rounding. No order of
+    a sum explains what follows the values of other requests, but that order itself may."""
+    whole = cast("torch.Tensor", pair.a.outputs[0].value)
+    theirs = whole.clone()
+    cast("torch.Tensor", select(theirs, roles, record)).copy_(out)
+    inputs = {slot.path for slot in pair.a.inputs if not slot.weight}
+    given = {path: x for path, x in tensors_in((*pair.a.args, pair.a.kwargs)) if path in inputs}
+    found = judged(pair.a, given, theirs, whole, 0)
+    leaks = any(r.name == "values" and r.status == "divergent" for r in done)
+    kind = UNDECIDED if leaks and found[0] == ROUNDING else found[0]
+    begins = {BUG: "other requests' data in this request's row, " * leaks, UNDECIDED: "rounding or not is "}
+    said = f"{begins.get(kind, '')}{in_words(kind, *found[1:])}"
+    said += "; nondet.check of this operator decides it" * (kind == UNDECIDED)
+    return Replay(name="rounding", status="identical" if kind == ROUNDING else "divergent", sentence=said)
 
 
 def _where(culprit: Culprit) -> str:
@@ -620,6 +641,9 @@ class Search:
         if len(calls) == 2:
             kernels = [kernels_of(call, self.model.device.type) for call in calls]
             done = list(replays(calls[0], calls[1], parts[0], parts[1], name, sweeps=self.sweeps))
+            roles = pair.roles.get(pair.a.outputs[0].path, ())
+            if done[0].status == "identical" and done[0].equals_second:
+                done.append(guarded("rounding", _rounded, pair, roles, records[0], parts[1], done))
         suggested = [str(r.values[0]) for r in done if r.name == "substitution" and r.status == "identical"]
         if not suggested and any("keys" in roles for roles in pair.roles.values()):
             suggested = ["attention"]  # a part of attention: the fix is one order over a request's own keys

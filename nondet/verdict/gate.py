@@ -57,7 +57,8 @@ def _of_vectors(verdict: Verdict, vectors: Sequence[Neighbours]) -> Verdict:
     most = {name: max(getattr(n, of) for n in vectors) for name, of in figures.items()}
     counts = reason("vectors", findings=findings, n=worst.parted, of=worst.texts, k=worst.k, **most)
     changes = Effect.NEIGHBOURS if most["top1"] or most["topk"] else Effect.VECTORS
-    return replace(verdict, counts=(counts,), changes=changes)
+    judged = [count for count in verdict.counts if count.code in ("rounding", "bug", "bug-data", "open")]
+    return replace(verdict, counts=(*judged, counts), changes=changes)
 
 
 def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:

@@ -18,6 +18,7 @@ from nondet.core.records import Axis, Judged, Row, Status
 from nondet.verdict.findings import Finding, Verdict, sort_impls
 from nondet.verdict.wording import LOOKS, Reason, reason, stated
 
+_WHOLE = ("check", "embed")  # probes whose first row has the finding for all of them
 _COUNTED = 1e6  # a larger share of a scale is a NaN, an infinity, or beyond counting
 
 
@@ -84,7 +85,7 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
 def _judged(rows: Sequence[Row]) -> list[Reason]:
     """Rounding or not, where a row has it."""
     made = []
-    for found in (row.judged for row in rows if isinstance(row.judged, Judged) and row.probe == "check"):
+    for found in (row.judged for row in rows if isinstance(row.judged, Judged) and row.probe in _WHOLE):
         far, look = _far(found), LOOKS.get(found.look, "")
         numbers = {"bound": found.bound or 0.0, "dtype": found.dtype, "look": look, "far": far}
         numbers["expected"] = None if found.bound is None else reason("expected", **numbers)
@@ -96,12 +97,12 @@ def _judged(rows: Sequence[Row]) -> list[Reason]:
 
 def _far(found: Judged) -> str:
     of = "its integers" if found.dtype.startswith(("int", "uint", "bool")) else "the scale"
-    return f"up to {found.far:.2g} of {of}" if found.far < _COUNTED else "NaN or infinity in place of numbers"
+    return f"up to {found.far:.2g} of {of}" if found.far < _COUNTED else "NaN, infinity or numbers far beyond the scale"
 
 
 def _of_cases(rows: Sequence[Row]) -> list[Reason]:
     """Rounding or not, of a probe's cases that differ or are wrong; nothing of run files that do not have it."""
-    cases = [(r.judged, r) for r in rows if isinstance(r.judged, Judged) and r.probe != "check"]
+    cases = [(r.judged, r) for r in rows if isinstance(r.judged, Judged) and r.probe not in _WHOLE]
     bugs = [(found, row) for found, row in cases if found.kind == "bug"]
     shares = [found.far / (found.bound or 1.0) for found, _ in cases if found.kind == "rounding"]
     left = sum(r.differs or r.wrong for r in rows) - len(shares) - len(bugs)

@@ -54,7 +54,14 @@ def test_a_first_answer_unlike_all_others(run: Command, tmp_path: Path) -> None:
     assert [r.arm for r in made.rounds][-1] == "first"
     assert (told.finding, Finding.BATCH in told.findings) == (Finding.UNATTRIBUTED, False)
     assert any("very first answer is unlike all later ones, which agree" in note for note in told.notes)
-    assert "very first answer" in (tmp_path / "a.md").read_text().split("## ")[1]
+    for page in (tmp_path / "a.md", tmp_path / "b.md"):
+        if page.name == "b.md":  # over several prompts, of which one is sent first
+            with serving("openai", token_s=0.001, first_differs=True) as server:
+                argv = ("--arms", "solo=2,loaded", "--n", 6, "--max-tokens", 8, "--report", page)
+                assert run("sample", "--endpoint", server.url, *FEW, *argv, "--out", "b.jsonl")[0] == 0
+        said = page.read_text().splitlines()[2]
+        assert said.startswith(("The very first answer is unlike all later ones, which agree", "not rounding: ")), said
+        assert "very first answer is unlike all later ones" in said
     code, out, _ = run("gate", "a.jsonl")
     assert (code, "very first answer" in out) == (3, True)
 
@@ -64,6 +71,7 @@ def test_another_request_s_keys_are_no_rounding(run: Command, tmp_path: Path) ->
     made = asked(run, tmp_path, *few, dialect="vllm", confuses=4, prompt="The class is")
     assert judge(made)[0].is_fault
     assert "This is not rounding" in (tmp_path / "a.md").read_text()
+    assert (tmp_path / "a.md").read_text().splitlines()[2].startswith("not rounding: ")
 
 
 def test_draws_that_are_none(run: Command, tmp_path: Path) -> None:
@@ -74,6 +82,10 @@ def test_draws_that_are_none(run: Command, tmp_path: Path) -> None:
     ]:
         told = judge(asked(run, tmp_path, *few, **{cheat: True}))[0]
         assert (told.finding, said in told.text) == (Finding.WRONG, True)
+        with serving("openai", token_s=0.001, **{cheat: True}) as server:  # over several prompts, too
+            argv = (*FEW, "--arms", "solo=2,loaded", "--n", 6, "--max-tokens", 8, "--temperature", 1.5, "--force")
+            assert run("sample", "--endpoint", server.url, *argv, "--out", "b.jsonl", "--report", "b.md")[0] == 0
+        assert (tmp_path / "b.md").read_text().splitlines()[2].startswith(said)
 
 
 def test_a_deterministic_sglang(run: Command, tmp_path: Path) -> None:

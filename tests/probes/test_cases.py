@@ -14,12 +14,13 @@ from nondet.core.inputs import product_operands
 from nondet.core.records import Row, Run
 from nondet.errors import UserError
 from nondet.probes.base import Options, in_batches
-from nondet.probes.functions import check, check_operator
+from nondet.probes.functions import check, check_operator, run_of
 from nondet.probes.runner import plan_jobs, run_jobs
-from nondet.reports.content import build
+from nondet.reports.content import build, headline
 from nondet.reports.first_screen import chain
 from nondet.testing import assert_batch_invariant
 from nondet.verdict.findings import Finding
+from nondet.verdict.gate import judge
 from nondet.verdict.rows import judge_rows
 from tests.probes.toys import Bias, _plus
 
@@ -41,6 +42,9 @@ def test_a_library_s_product_is_what_it_is_by_hand():
     jobs = [j for j in plan_jobs(["matmul"], ["stock", "invariant"], options) if j.case.varied == "batch_size"]
     stock, invariant = run_jobs([j for j in jobs if not j.case.data["layout"]], 0)
     x, w = product_operands("order", (16, 1000), (64, 1000), torch.float32, "cpu", 0, weight_kind="bell")
+    run = run_of([stock], {}, None)
+    assert stock.distinct == 1 or "not rounding" not in headline(run, judge(run))
+    assert stock.distinct == 1 or "by rounding" in headline(run, judge(run))
     results = [in_batches(lambda batch: F.linear(batch, w * 2.0**-5), x, 16, M) for M in stock.values]
     assert [identical(results[0], result) for result in results] == [label == 0 for label in stock.labels]
     assert invariant.distinct == 1
@@ -65,6 +69,7 @@ def test_eight_bit_columns_that_a_neighbour_chooses():
     assert row.differs
     assert row.difference.max_abs > 1e-3 * (row.difference.scale or 1.0)
     assert {Finding.BATCH, Finding.UNATTRIBUTED} & set(findings(run.rows))
+    assert "; not rounding in " in headline(run, judge(run))
     (kernel,) = [step.text for step in chain(build([run])) if step.label == "kernel"]
     assert "while other rows hold other values" in kernel
     assert "neighbour values as drawn" in kernel
@@ -77,7 +82,8 @@ def test_scores_that_are_shares_of_their_batch():
     def scores(x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(x.double().sum(-1), 0)
 
-    with pytest.raises(AssertionError, match="batch-dependent"):
+    begins = r"^[^ ]*: other requests' data in a request's row, not rounding: .*one factor"
+    with pytest.raises(AssertionError, match=begins):
         assert_batch_invariant(scores, make_inputs=lambda size: pairs[:size], over=[1, 3, 16])
     beside: dict[Any, torch.Tensor] = {"these": pairs[:4], "others": torch.cat([pairs[:1], pairs[5:8]])}
     run = check(scores, beside.__getitem__, list(beside), varied="neighbour_values", select=lambda out, _: out[:1])

@@ -61,6 +61,7 @@ def test_float32_models_are_traced_to_a_cure(name: str, stock: Traced) -> None:
         assert not rest or any(not s.agree and set(s.families) == rest for s in traced.substitutions)
     assert traced.control("run to run").passed
     assert traced.control("capture").passed
+    assert "; rounding (0." in traced.verdict.sentences[0]
 
 
 def test_a_search_that_ends_with_its_first_culprit_says_what_it_left_out() -> None:
@@ -180,6 +181,7 @@ class Scalars(nn.Module):
 
 
 DOWN = "model.layers.1.mlp.down_proj"
+PLAIN, OTHERS = "batch-dependent: the first operator", "other requests' data in this request's row, not rounding ("
 
 
 def planted(fault: Callable[..., torch.Tensor], impl: str = "invariant", **options: Any) -> Traced:
@@ -195,17 +197,17 @@ def named(culprit: Culprit) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "call", "replays", "said"),
+    ("fault", "call", "replays", "said", "begins"),
     [
         # its parts are others in either arm; no replacement at hand cures it
-        (splits, "Planted", {"M": "divergent", "values": "identical"}, "no available set of replacements"),
+        (splits, "Planted", {"M": "divergent", "values": "identical"}, "no available set of replacements", PLAIN),
         # the call that takes the maximum is where others' data come in: replacing their values changes this row
-        (shares_scale, "amax", {"values": "divergent", "rows only": "divergent"}, "data of other requests"),
-        (turns_first_row, "", {"order": "divergent"}, "depends on its position"),
+        (shares_scale, "amax", {"values": "divergent", "rows only": "divergent"}, "data of other requests", OTHERS),
+        (turns_first_row, "", {"order": "divergent"}, "depends on its position", "not rounding ("),
     ],
 )
 def test_a_planted_fault_is_found(
-    fault: Callable[..., torch.Tensor], call: str, replays: dict[str, str], said: str
+    fault: Callable[..., torch.Tensor], call: str, replays: dict[str, str], said: str, begins: str
 ) -> None:
     traced = planted(fault) if fault is splits else planted(fault, sweeps=False, search=FirstOnly)
     first, found = traced.culprits[0], {r.name: r for r in traced.culprits[0].replays}
@@ -215,7 +217,9 @@ def test_a_planted_fault_is_found(
     assert {name: found[name].status for name in replays} == replays
     sentences = [*traced.verdict.sentences, *(r.sentence for r in first.replays)]
     assert any(said in sentence for sentence in sentences)
+    assert traced.verdict.sentences[0].startswith(begins)
     if fault is splits:
+        assert "; rounding (" in traced.verdict.sentences[0]
         assert any("down_proj add" in x or "down_proj linear" in x for x in first.unmatched)
         assert traced.verdict.families is None
     if fault is shares_scale:
