@@ -207,7 +207,9 @@ def machine(name: str, device: str, *, identify: bool) -> MachineSeen:
     number, large = ctypes.c_uint(), ctypes.c_ulonglong()
     with nvml() as driver, suppress(AttributeError):
         known = uuid and driver is not None
-        if not known or driver.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}".encode(), ctypes.byref(handle)):
+        if not known or driver.nvmlDeviceGetHandleByUUID(
+            f"GPU-{uuid.removeprefix('GPU-')}".encode(), ctypes.byref(handle)
+        ):
             return MachineSeen(**figures, gpu_uuid=uuid * identify)
         for clock, kind in _CLOCKS.items():
             if driver.nvmlDeviceGetClockInfo(handle, kind, ctypes.byref(number)) == 0:

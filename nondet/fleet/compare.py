@@ -1,0 +1,398 @@
+"""Machines by what is equal, and for each two groups the first level that separates them. No torch.
+
+A bit that differs is explained by what differs beside it, and by nothing that was not recorded: with nothing beside it
+an invariant result is a defect. Where several levels differ at once, all are named and none is blamed alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from nondet.core.records import Fingerprint, Role, Run
+from nondet.errors import UserError, one_line
+
+Key = tuple[str, ...]  # of a fingerprint: implementation, class, operator, case, dtype
+
+
+class Level(StrEnum):
+    """What separates two groups, the gravest first."""
+
+    DEFECT = "defect"
+    OPEN = "not explained"
+    DRIFT = "drift"
+    SETTINGS = "settings"
+    UNCOMPARED = "not compared"
+    EXPECTED = "another architecture"
+
+
+FAILS = (Level.DEFECT, Level.OPEN, Level.DRIFT, Level.SETTINGS)
+# Fields of the environment by level; every field that is in none of these is a setting.
+_NO_BITS = {"argv", "seed", "os", "python", "commit", "gpu_memory_bytes", "nccl"}
+_NO_BITS_VARIABLES = {"CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "NCCL_ALGO", "NCCL_PROTO"}
+_HOST = ("cpu", "cpu_isa", "aten_cpu_capability")  # of a GPU's operators the host decides nothing
+_HOST_LIBRARIES = ("mkl", "onednn")
+_HOST_SETTINGS = ("num_threads", "num_interop_threads")
+_GPU = ("gpu", "gpu_capability", "gpu_sms")
+_LIBRARIES = ("nondet", "sources", "torch", "numpy", "triton", "transformers", "driver", "cuda", "cublas", "cudnn")
+_CALLED = {"sources": "nondet's sources"}
+_PAIRS_MOST = 40  # groups of which every pair is compared; of more, each with the largest
+_NAMED = 6  # machines, classes and fields in a sentence
+
+# Classes on a CPU belong to the library and the thread count, those on a GPU to its architecture alone.
+_WHY_MOVED = {True: ": run `nondet certify` on both", False: ", which on a CPU follow the library and its threads"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine's fingerprint; `lost`: why there is none."""
+
+    name: str
+    device: str = ""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    prints: Mapping[Key, Fingerprint] = field(default_factory=dict)
+    lost: str = ""
+
+    @cached_property
+    def wrong(self) -> list[Fingerprint]:
+        """Results that it does not give alike from run to run, or from copy to copy, and ought to."""
+        return [p for p in self.prints.values() if p.wrong]
+
+    @cached_property
+    def failed(self) -> list[Fingerprint]:
+        """Computations that ended in an error."""
+        return [p for p in self.prints.values() if p.status == "error"]
+
+    @cached_property
+    def fields(self) -> dict[str, dict[str, str]]:
+        """What decides bits, by level ("architecture", "libraries", "settings") and name, as text to compare."""
+        flat = {k: v for k, v in self.environment.items() if k not in _NO_BITS and k != "variables"}
+        named = self.environment.get("variables")
+        for name, value in named.items() if isinstance(named, dict) else ():
+            if name not in _NO_BITS_VARIABLES:
+                flat[name] = value
+        if self.device == "cuda":
+            flat = {k: v for k, v in flat.items() if k not in (*_HOST, *_HOST_LIBRARIES, *_HOST_SETTINGS)}
+        else:
+            flat = {k: v for k, v in flat.items() if k not in (*_GPU, "driver", "cuda", "cublas", "cudnn")}
+        made: dict[str, dict[str, str]] = {"architecture": {"device": self.device}, "libraries": {}, "settings": {}}
+        for name, value in flat.items():
+            kind = "architecture" if name in (*_HOST, *_GPU) else "settings"
+            kind = "libraries" if name in (*_LIBRARIES, *_HOST_LIBRARIES) else kind
+            made[kind][name] = one_line(str(value), 80)
+        return made
+
+    @cached_property
+    def host(self) -> tuple[Any, ...]:
+        """What may decide bits of a model's completion on a GPU: its tables are made by the host."""
+        return tuple(str(self.environment.get(name)) for name in (*_HOST, *_HOST_SETTINGS))
+
+    @cached_property
+    def signature(self) -> str:
+        """Equal for machines between which nothing that decides bits differs."""
+        return repr(sorted((kind, sorted(fields.items())) for kind, fields in self.fields.items()))
+
+
+def machines_of(paths: Iterable[Path], read: Any) -> list[Machine]:
+    """A machine for each file, `read` by path; one that can't be read is lost, with the reason. Names are unique.
+    Raises UserError: none can be read."""
+    made: list[Machine] = []
+    errors: list[UserError] = []
+    names: Counter[str] = Counter()
+    for path in paths:
+        stem = path.name.removesuffix(".gz").removesuffix(".xz").removesuffix(".jsonl")
+        try:
+            machine = machine_of(read(path), stem)
+        except UserError as error:
+            errors.append(error)
+            machine = Machine(one_line(stem, 80), lost=one_line(str(error), 300))
+        names[machine.name] += 1
+        if (number := names[machine.name]) > 1:
+            machine = Machine(f"{machine.name} ({number})", *(_rest(machine)))
+        made.append(machine)
+    if errors and len(errors) == len(made):
+        raise errors[0]
+    return made
+
+
+def _rest(m: Machine) -> tuple[Any, ...]:
+    return m.device, m.environment, m.prints, m.lost
+
+
+def machine_of(run: Run, stem: str) -> Machine:
+    """The machine that a run file is of. Raises UserError: the run is another command's, or was not completed."""
+    if run.header.command != "fingerprint":
+        what = f"{run.source or stem} was made by nondet {one_line(run.header.command, 40)}"
+        raise UserError(what, "Give files of `nondet fingerprint`.")
+    if not run.complete or not run.fingerprints:
+        raise UserError(f"{run.source or stem} is incomplete", "Repeat its command with --resume.")
+    name = next((m.name for m in run.machines if m.name.strip()), stem)
+    device = run.fingerprints[0].device
+    prints = {p.key[1:]: p for p in run.fingerprints}
+    return Machine(one_line(name, 80), device, run.header.environment, prints)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Results of one implementation, class, operator and dtype that two groups give other bits."""
+
+    what: str  # "invariant linear bfloat16 (chain)"
+    cases: tuple[str, ...]
+    of: int  # compared
+    invariant: bool
+    of_model: bool  # a completion's, which on a GPU the host may move as well
+
+    @property
+    def text(self) -> str:
+        """With how many, and the first shape."""
+        return f"{self.what}: {len(self.cases)} of {self.of} ({self.cases[0]})"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence about machines or groups."""
+
+    level: Level
+    groups: tuple[int, ...]  # indices; empty: of machines by themselves
+    machines: tuple[str, ...]  # those that it names as the ones that differ; empty where that is not known
+    text: str
+    moved: tuple[Moved, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """All machines, in groups of equal bits, the largest first."""
+
+    machines: tuple[Machine, ...]
+    groups: tuple[tuple[Machine, ...], ...]
+    findings: tuple[Finding, ...]  # the gravest first
+    unsteady: tuple[Key, ...]  # of stock, that some machine does not repeat: nothing is compared by them
+    headline: str
+
+    @property
+    def lost(self) -> list[Machine]:
+        """Those without a fingerprint."""
+        return [m for m in self.machines if m.lost]
+
+    @property
+    def code(self) -> int:
+        """As of `nondet gate`: 3 where a machine or bits differ without being expected to, 1 where that is open."""
+        levels = {f.level for f in self.findings}
+        if levels & {*FAILS}:
+            return 3
+        return 1 if Level.UNCOMPARED in levels or self.lost or len(self.machines) < 2 else 0
+
+
+def compare(machines: Sequence[Machine]) -> Fleet:
+    """Group the machines, and say what separates the groups."""
+    there = [m for m in machines if not m.lost]
+    every = {key for m in there for key in m.prints}
+    unsteady = {k for m in there for k, p in m.prints.items() if p.differing and not p.wrong}
+    kept = sorted(every - unsteady)
+    by_bits: dict[tuple[Any, ...], list[Machine]] = {}
+    for m in there:
+        by_bits.setdefault(tuple(_bits(m, key) for key in kept), []).append(m)
+    groups = sorted(by_bits.values(), key=len, reverse=True)
+    pairs = list(combinations(range(len(groups)), 2))
+    if len(groups) > _PAIRS_MOST:
+        pairs = [(0, i) for i in range(1, len(groups))]
+    judge = _Judge(groups, kept)
+    findings = [judge.alone(m) for m in there if m.wrong] + [judge.pair(i, j) for i, j in pairs]
+    findings += [_failed(m) for m in there if m.failed]
+    # the gravest first; then what names a machine
+    findings.sort(key=lambda f: (list(Level).index(f.level), not f.machines))
+    return Fleet(
+        tuple(machines), tuple(map(tuple, groups)), tuple(findings), tuple(sorted(unsteady)),
+        _headline(machines, groups, findings),
+    )  # fmt: skip
+
+
+def _failed(m: Machine) -> Finding:
+    """A machine on which computations failed, as they may have on all: nothing is known of those."""
+    said = f"{m.name} failed in {len(m.failed)} of {len(m.prints)} computations: {m.failed[0].reason}"
+    return Finding(Level.UNCOMPARED, (), (m.name,), one_line(said, 400))
+
+
+def _bits(m: Machine, key: Key) -> tuple[str, ...]:
+    p = m.prints.get(key)
+    return () if p is None else (p.status, p.given, p.digest)
+
+
+def _headline(machines: Sequence[Machine], groups: Sequence[Sequence[Machine]], findings: Sequence[Finding]) -> str:
+    lost = [m for m in machines if m.lost]
+    there = len(machines) - len(lost)
+    if findings:
+        said, more = findings[0].text, len(findings) - 1
+        said += f"; and {more} more finding{'s' * (more > 1)}" * bool(more)
+    elif there == 1:
+        said = f"{machines_text([m for m in machines if not m.lost])} agrees with itself, and there is no other machine"
+    else:
+        said = f"all {there} machines give equal bits"
+    if lost:
+        said += f"; no fingerprint of {machines_text(lost)}"
+    return said
+
+
+def machines_text(machines: Sequence[Machine]) -> str:
+    """ "a, b and 3 more"."""
+    names = [m.name for m in machines]
+    return listed(names)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few of many names."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+class _Judge:
+    """Says what separates groups of machines by their common keys."""
+
+    def __init__(self, groups: Sequence[Sequence[Machine]], keys: Sequence[Key]) -> None:
+        self.groups, self.keys = groups, keys
+        # among machines between which nothing else differs, those that most of them do not agree with
+        self.outvoted: set[str] = set()
+        of = {m.name: i for i, group in enumerate(groups) for m in group}
+        alike: dict[str, list[Machine]] = {}
+        for group in groups:
+            for m in group:
+                alike.setdefault(m.signature, []).append(m)
+        for same in alike.values():
+            most, count = Counter(of[m.name] for m in same).most_common(1)[0]
+            if 2 * count > len(same) and count > 1:
+                self.outvoted |= {m.name for m in same if of[m.name] != most}
+
+    def alone(self, m: Machine) -> Finding:
+        """A machine that does not agree with itself."""
+        worst = max(m.wrong, key=lambda p: p.differing)
+        more = f", and {len(m.wrong) - 1} others" * (len(m.wrong) > 1)
+        where = f"{worst.units_differing} of {worst.units} copies, {worst.runs_differing} of {worst.runs} runs"
+        text = (
+            f"{m.name} computes wrongly: it disagrees with itself in {_what(worst)} {worst.case}: "
+            f"{worst.differing:,} of {worst.results:,} results have other bits ({where}){more}"
+        )
+        return Finding(Level.DEFECT, (), (m.name,), one_line(text, 600))
+
+    def pair(self, i: int, j: int) -> Finding:
+        """Two groups, the larger first."""
+        a, b = self._nearest(self.groups[i], self.groups[j])
+        moved, lacking = self._moved(a, b)
+        differ = {kind: self._fields(a, b, kind) for kind in ("architecture", "libraries", "settings")}
+        if a.device == "cuda" and a.host != b.host and moved and all(m.of_model for m in moved):
+            differ["architecture"].append("host CPU")
+        fewer, rest = self.groups[j], self.groups[i]
+        who, others = machines_text(fewer), machines_text(rest)
+        single = len(fewer) < len(rest)
+        named: tuple[str, ...] = tuple(m.name for m in fewer) if single else ()
+        if single:
+            others = f"{len(rest)} other machines" if len(rest) > 1 else others
+        subject = f"{who} {'differs' if len(fewer) == 1 else 'differ'} from {others}"
+        bits = listed([m.text for m in sorted(moved, key=lambda m: not m.invariant)])
+        invariant = [m for m in moved if m.invariant]
+        if not moved:
+            level, named = Level.UNCOMPARED, ()
+            said = f"{who} can't be compared with {others} in all: {lacking}"
+        elif not any(differ.values()):
+            level, named, said = self._unexplained(a, b, i, j, bool(invariant), bits)
+        elif differ["architecture"]:
+            alike = a.device == b.device == "cuda" and _capability(a) == _capability(b)
+            level = (
+                Level.OPEN if alike and invariant and not differ["libraries"] + differ["settings"] else Level.EXPECTED
+            )
+            beside = listed(differ["libraries"] + differ["settings"])
+            said = f"{subject}, which is expected of another architecture ({listed(differ['architecture'])}): {bits}"
+            if level == Level.OPEN:
+                said = f"{subject} in invariant bits, which GPUs of one architecture ought to share: {bits}"
+            else:
+                named, said = (), said + f"; these differ as well: {beside}" * bool(beside)
+        else:
+            level = Level.DRIFT if differ["libraries"] else Level.SETTINGS
+            by = "; ".join(listed(differ[kind]) for kind in ("libraries", "settings") if differ[kind])
+            said = f"{subject} ({'drift' if level == Level.DRIFT else 'other settings'}): {by}. Other bits: {bits}"
+            if invariant:
+                said += f". Invariant results moved as well{_WHY_MOVED[a.device == 'cuda']}"
+        if moved and lacking:
+            said += f"; {lacking}"
+        return Finding(level, (i, j), named, one_line(said, 900), tuple(moved))
+
+    def _unexplained(
+        self, a: Machine, b: Machine, i: int, j: int, invariant: bool, bits: str
+    ) -> tuple[Level, tuple[str, ...], str]:
+        """Nothing that was recorded differs, and bits do."""
+        sides = [m for g in (i, j) for m in self.groups[g] if m.signature == a.signature]
+        wrong = [m for m in sides if m.name in self.outvoted]
+        rest = len([m for m in sides if m not in wrong])
+        if not invariant:
+            who = f"{machines_text(wrong)} against {rest} machines" if wrong else f"{b.name} against {a.name}"
+            said = f"{who} of the same environment: other stock bits, which nothing that was recorded explains"
+            return Level.OPEN, tuple(m.name for m in wrong), f"{said}: {bits}"
+        if not wrong:
+            said = f"one of {machines_text(sides)} computes wrongly, which is not known: their environments are equal"
+            return Level.DEFECT, (), f"{said}: {bits}"
+        verb = "computes" if len(wrong) == 1 else "compute"
+        beside = (
+            f"{rest} machines of the same environment agree" if rest else "machines of the same environment disagree"
+        )
+        return Level.DEFECT, tuple(m.name for m in wrong), f"{machines_text(wrong)} {verb} wrongly, {beside}: {bits}"
+
+    def _nearest(self, one: Sequence[Machine], other: Sequence[Machine]) -> tuple[Machine, Machine]:
+        """A machine of each between which the least differs: what separates those separates the groups."""
+        mine, theirs = ({m.signature: m for m in reversed(group)} for group in (one, other))
+        if shared := mine.keys() & theirs.keys():
+            signature = min(shared)
+            return mine[signature], theirs[signature]
+        pairs = [(a, b) for a in list(mine.values())[:_PAIRS_MOST] for b in list(theirs.values())[:_PAIRS_MOST]]
+        kinds = ("architecture", "libraries", "settings")
+        return min(pairs, key=lambda pair: [len(self._fields(*pair, kind)) for kind in kinds])
+
+    def _fields(self, a: Machine, b: Machine, kind: str) -> list[str]:
+        """ "torch 2.11.0 and 2.13.0" for each field of the kind that differs."""
+        mine, theirs = a.fields[kind], b.fields[kind]
+        names = sorted(mine.keys() | theirs.keys())
+        return [
+            f"{one_line(_CALLED.get(n, n), 40)} {theirs.get(n, 'none')} and {mine.get(n, 'none')}"
+            for n in names
+            if mine.get(n) != theirs.get(n)
+        ]
+
+    def _moved(self, a: Machine, b: Machine) -> tuple[list[Moved], str]:
+        """(what has other bits, why something was not compared)."""
+        cases: dict[tuple[str, bool, bool], list[str]] = {}
+        compared: Counter[tuple[str, bool, bool]] = Counter()
+        lacking: Counter[str] = Counter()
+        for key in self.keys:
+            p, q = a.prints.get(key), b.prints.get(key)
+            if p is None and q is None:
+                continue
+            if p is None or q is None or "ok" not in (p.status, q.status):
+                lacking["only one has it"] += p is None or q is None
+                continue
+            if p.status != q.status:
+                why = one_line((p if p.status != "ok" else q).reason, 120)
+                lacking[f"one of them failed or skipped it ({why})"] += 1
+            elif p.given != q.given:
+                lacking["their operands differ, which are drawn from one seed"] += 1
+            else:
+                of = (_what(p), p.role == Role.INVARIANT, p.operator == "completion")
+                compared[of] += 1
+                if p.digest != q.digest:
+                    cases.setdefault(of, []).append(p.case)
+        moved = [Moved(of[0], tuple(names), compared[of], *of[1:]) for of, names in cases.items()]
+        why = "; ".join(f"{n} not compared: {why}" for why, n in lacking.most_common(3) if n)
+        return moved, why
+
+
+def _capability(m: Machine) -> str:
+    return str(m.environment.get("gpu_capability"))
+
+
+def _what(p: Fingerprint) -> str:
+    """ "invariant linear bfloat16 (chain)"."""
+    cls = f" ({one_line(p.cls, 40)})" if p.cls else ""
+    return f"{one_line(p.impl, 40)} {one_line(p.operator, 40)} {one_line(p.dtype, 20)}{cls}"
