@@ -26,7 +26,8 @@ def fingerprint_headline(run: Run) -> str:
         return one_line(f"this machine computes wrongly: it disagrees with itself in {which}, {often}{others}", 600)
     unsteady = sum(p.differing > 0 for p in measured)
     invariant = sum(p.results for p in measured if p.impl == "invariant")
-    said = f"{len(measured)} digests; this machine agrees with itself in {invariant:,} results, run to run and unit to unit"
+    agrees = f"this machine agrees with itself, run to run and unit to unit, in {invariant:,} results"
+    said = f"{len(measured)} digests; {agrees}"
     return said + f"; {unsteady} of stock's change from run to run" * bool(unsteady)
 
 

@@ -206,10 +206,8 @@ def machine(name: str, device: str, *, identify: bool) -> MachineSeen:
     handle, serial = ctypes.c_void_p(), ctypes.create_string_buffer(64)
     number, large = ctypes.c_uint(), ctypes.c_ulonglong()
     with nvml() as driver, suppress(AttributeError):
-        known = uuid and driver is not None
-        if not known or driver.nvmlDeviceGetHandleByUUID(
-            f"GPU-{uuid.removeprefix('GPU-')}".encode(), ctypes.byref(handle)
-        ):
+        named = f"GPU-{uuid.removeprefix('GPU-')}".encode()
+        if driver is None or not uuid or driver.nvmlDeviceGetHandleByUUID(named, ctypes.byref(handle)) != 0:
             return MachineSeen(**figures, gpu_uuid=uuid * identify)
         for clock, kind in _CLOCKS.items():
             if driver.nvmlDeviceGetClockInfo(handle, kind, ctypes.byref(number)) == 0:

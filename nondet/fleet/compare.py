@@ -284,8 +284,8 @@ class _Judge:
         a, b = self._nearest(self.groups[i], self.groups[j])
         moved, lacking = self._moved(a, b)
         differ = {kind: self._fields(a, b, kind) for kind in ("architecture", "libraries", "settings")}
-        if a.device == "cuda" and a.host != b.host and moved and all(m.of_model for m in moved):
-            differ["architecture"].append("host CPU")
+        by_host = a.device == "cuda" and a.host != b.host and bool(moved) and all(m.of_model for m in moved)
+        differ["architecture"] += ["the host's CPU"] * by_host
         fewer, rest = self.groups[j], self.groups[i]
         who, others = machines_text(fewer), machines_text(rest)
         single = len(fewer) < len(rest)
@@ -301,7 +301,7 @@ class _Judge:
         elif not any(differ.values()):
             level, named, said = self._unexplained(a, b, i, j, bool(invariant), bits)
         elif differ["architecture"]:
-            alike = a.device == b.device == "cuda" and _capability(a) == _capability(b)
+            alike = not by_host and a.device == b.device == "cuda" and _capability(a) == _capability(b)
             level = (
                 Level.OPEN if alike and invariant and not differ["libraries"] + differ["settings"] else Level.EXPECTED
             )
@@ -314,7 +314,7 @@ class _Judge:
         else:
             level = Level.DRIFT if differ["libraries"] else Level.SETTINGS
             by = "; ".join(listed(differ[kind]) for kind in ("libraries", "settings") if differ[kind])
-            said = f"{subject} ({'drift' if level == Level.DRIFT else 'other settings'}): {by}. Other bits: {bits}"
+            said = f"{subject}: {by}. Other bits: {bits}"
             if invariant:
                 said += f". Invariant results moved as well{_WHY_MOVED[a.device == 'cuda']}"
         if moved and lacking:
@@ -349,7 +349,7 @@ class _Judge:
             return mine[signature], theirs[signature]
         pairs = [(a, b) for a in list(mine.values())[:_PAIRS_MOST] for b in list(theirs.values())[:_PAIRS_MOST]]
         kinds = ("architecture", "libraries", "settings")
-        return min(pairs, key=lambda pair: [len(self._fields(*pair, kind)) for kind in kinds])
+        return min(pairs, key=lambda pair: [len(self._fields(pair[0], pair[1], kind)) for kind in kinds])
 
     def _fields(self, a: Machine, b: Machine, kind: str) -> list[str]:
         """ "torch 2.11.0 and 2.13.0" for each field of the kind that differs."""
