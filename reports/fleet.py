@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 from nondet.errors import one_line
 from nondet.fleet.compare import FAILS, Fleet, Level, Machine
@@ -72,19 +73,14 @@ def blocks(fleet: Fleet) -> list[Block]:
 
 def markdown(fleet: Fleet) -> str:
     """For a pull request or a ticket."""
-    head = ["# Fleet", f"**{escape(sentence_of(fleet), 1500)}**"]
+    head = ["# Fleet", f"**{escape(fleet.headline, 1500)}**"]
     return "\n\n".join([*head, *as_markdown(blocks(fleet))]) + "\n"
 
 
 def render(fleet: Fleet) -> str:
     """The page."""
     answer = {0: "no", 3: "yes"}.get(fleet.code, "not known")
-    return render_page("fleet.html.j2", answer=answer, headline=sentence_of(fleet), blocks=blocks(fleet))
-
-
-def sentence_of(fleet: Fleet) -> str:
-    """The headline, made safe."""
-    return one_line(fleet.headline, 1400) + "."
+    return render_page("fleet.html.j2", answer=answer, headline=fleet.headline, blocks=blocks(fleet))
 
 
 def as_json(fleet: Fleet) -> str:
@@ -95,16 +91,6 @@ def as_json(fleet: Fleet) -> str:
         "groups": [[m.name for m in group] for group in fleet.groups],
         "lost": {m.name: m.lost for m in fleet.lost},
         "unsteady": [list(key) for key in fleet.unsteady],
-        "findings": [
-            {
-                "level": str(f.level),
-                "fails": f.level in FAILS,
-                "groups": list(f.groups),
-                "machines": list(f.machines),
-                "text": f.text,
-                "moved": [{"what": m.what, "cases": list(m.cases), "compared": m.of} for m in f.moved],
-            }
-            for f in fleet.findings
-        ],
+        "findings": [asdict(f) | {"fails": f.level in FAILS} for f in fleet.findings],
     }
     return json.dumps(data, ensure_ascii=True)

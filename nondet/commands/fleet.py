@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nondet.commands.output import PipedConsole, check_shown, open_page, put, say, to_stdout
-from nondet.core.runfile import check_outputs, is_run, read_run, replace_text
-from nondet.errors import UserError
+from nondet.commands.output import PipedConsole, check_shown, put, say, to_stdout
+from nondet.commands.report import run_files
+from nondet.core.runfile import check_outputs, read_run, replace_text
 from nondet.services import options as o
 
 
@@ -18,13 +17,12 @@ def fleet(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of `nondet fingerprint`, or folders.")],
     report: o.REPORT = None,
     force: o.FORCE = False,
-    browse: o.OPEN = False,
     as_json: o.JSON = False,
     verbose: o.VERBOSE = False,
     quiet: o.QUIET = False,
 ) -> None:
     """Compare machines by their fingerprints. Exit 3: one computes wrongly, or bits differ; 1: not all was compared."""
-    paths = _files(files)
+    paths = list(dict.fromkeys(run_files(files)))
     check_outputs({"report": report, "files": paths})
     check_shown(report or [], force=force, verbose=verbose, quiet=quiet)
 
@@ -36,21 +34,16 @@ def fleet(
     from nondet.reports.terminal import renderables
 
     found = compare(machines_of(paths, read_run))
-    written = [*(report or [])]
-    if browse and not any(path.suffix == ".html" for path in written):
-        written.append(Path(tempfile.mkdtemp(prefix="nondet-")) / "fleet.html")
-    for path in written:
+    for path in report or []:
         replace_text(path, texts.render(found) if path.suffix == ".html" else texts.markdown(found))
         say(f"report: {path}", quiet=quiet)
-        if browse and path.suffix == ".html":
-            open_page(path)
 
     def show() -> None:
         if as_json:
             put([texts.as_json(found)], as_json=True)
             return
         console = PipedConsole()
-        console.print(Text(texts.sentence_of(found), style="bold"))
+        console.print(Text(found.headline, style="bold"))
         for part in () if quiet else renderables(texts.blocks(found), console, VERBOSE if verbose else BRIEF):
             console.print(part)
 
@@ -58,14 +51,3 @@ def fleet(
         say(f"nondet: {failed}")
     if found.code:
         raise typer.Exit(found.code)
-
-
-def _files(given: list[Path]) -> list[Path]:
-    """These files, and the run files of these folders, each once. Raises UserError: a folder without one."""
-    found: dict[Path, None] = {}
-    for path in given:
-        inside = sorted(p for p in path.glob("*.jsonl*") if is_run(p)) if path.is_dir() else [path]
-        if not inside:
-            raise UserError(f"no fingerprint in the folder {path}", "Make them with `nondet fingerprint --out FILE`.")
-        found |= dict.fromkeys(inside)
-    return list(found)

@@ -1,14 +1,14 @@
 """Machines by what is equal, and for each two groups the first level that separates them. No torch.
 
 A bit that differs is explained by what differs beside it, and by nothing that was not recorded: with nothing beside it
-an invariant result is a defect. Where several levels differ at once, all are named and none is blamed alone.
+an invariant result is a defect. Where several levels differ at once, all are named and none is blamed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import combinations
@@ -34,19 +34,20 @@ class Level(StrEnum):
 
 FAILS = (Level.DEFECT, Level.OPEN, Level.DRIFT, Level.SETTINGS)
 # Fields of the environment by level; every field that is in none of these is a setting.
-_NO_BITS = {"argv", "seed", "os", "python", "commit", "gpu_memory_bytes", "nccl"}
-_NO_BITS_VARIABLES = {"CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "NCCL_ALGO", "NCCL_PROTO"}
+_NO_BITS = {"argv", "seed", "os", "python", "commit", "gpu_memory_bytes", "nccl", "variables"}
+_NO_BITS |= {"CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "NCCL_ALGO", "NCCL_PROTO"}
 _HOST = ("cpu", "cpu_isa", "aten_cpu_capability")  # of a GPU's operators the host decides nothing
 _HOST_LIBRARIES = ("mkl", "onednn")
 _HOST_SETTINGS = ("num_threads", "num_interop_threads")
 _GPU = ("gpu", "gpu_capability", "gpu_sms")
-_LIBRARIES = ("nondet", "sources", "torch", "numpy", "triton", "transformers", "driver", "cuda", "cublas", "cudnn")
+_LIBRARIES = ("nondet", "sources", "torch", "numpy", "triton", "transformers")
+_GPU_LIBRARIES = ("driver", "cuda", "cublas", "cudnn")
 _CALLED = {"sources": "nondet's sources"}
 _PAIRS_MOST = 40  # groups of which every pair is compared; of more, each with the largest
 _NAMED = 6  # machines, classes and fields in a sentence
 
-# Classes on a CPU belong to the library and the thread count, those on a GPU to its architecture alone.
-_WHY_MOVED = {True: ": run `nondet certify` on both", False: ", which on a CPU follow the library and its threads"}
+# Classes on a CPU belong to the library and the thread count, those on a GPU to its architecture.
+_WHY_CHANGED = {True: ": run `nondet certify` on both", False: ", which on a CPU follow the library and its threads"}
 
 
 @dataclass(frozen=True)
@@ -70,22 +71,17 @@ class Machine:
         return [p for p in self.prints.values() if p.status == "error"]
 
     @cached_property
-    def fields(self) -> dict[str, dict[str, str]]:
-        """What decides bits, by level ("architecture", "libraries", "settings") and name, as text to compare."""
-        flat = {k: v for k, v in self.environment.items() if k not in _NO_BITS and k != "variables"}
+    def fields(self) -> dict[str, dict[str, Any]]:
+        """What decides bits, by level ("architecture", "libraries", "settings") and name."""
         named = self.environment.get("variables")
-        for name, value in named.items() if isinstance(named, dict) else ():
-            if name not in _NO_BITS_VARIABLES:
-                flat[name] = value
-        if self.device == "cuda":
-            flat = {k: v for k, v in flat.items() if k not in (*_HOST, *_HOST_LIBRARIES, *_HOST_SETTINGS)}
-        else:
-            flat = {k: v for k, v in flat.items() if k not in (*_GPU, "driver", "cuda", "cublas", "cudnn")}
-        made: dict[str, dict[str, str]] = {"architecture": {"device": self.device}, "libraries": {}, "settings": {}}
-        for name, value in flat.items():
+        flat = {**self.environment, **(named if isinstance(named, dict) else {})}
+        ours = (*_HOST, *_HOST_LIBRARIES, *_HOST_SETTINGS)
+        left_out = {*_NO_BITS, *(ours if self.device == "cuda" else (*_GPU, *_GPU_LIBRARIES))}
+        made: dict[str, dict[str, Any]] = {"architecture": {"device": self.device}, "libraries": {}, "settings": {}}
+        for name in flat.keys() - left_out:
             kind = "architecture" if name in (*_HOST, *_GPU) else "settings"
-            kind = "libraries" if name in (*_LIBRARIES, *_HOST_LIBRARIES) else kind
-            made[kind][name] = one_line(str(value), 80)
+            kind = "libraries" if name in (*_LIBRARIES, *_GPU_LIBRARIES, *_HOST_LIBRARIES) else kind
+            made[kind][name] = flat[name]
         return made
 
     @cached_property
@@ -114,15 +110,11 @@ def machines_of(paths: Iterable[Path], read: Any) -> list[Machine]:
             machine = Machine(one_line(stem, 80), lost=one_line(str(error), 300))
         names[machine.name] += 1
         if (number := names[machine.name]) > 1:
-            machine = Machine(f"{machine.name} ({number})", *(_rest(machine)))
+            machine = replace(machine, name=f"{machine.name} ({number})")
         made.append(machine)
     if errors and len(errors) == len(made):
         raise errors[0]
     return made
-
-
-def _rest(m: Machine) -> tuple[Any, ...]:
-    return m.device, m.environment, m.prints, m.lost
 
 
 def machine_of(run: Run, stem: str) -> Machine:
@@ -139,7 +131,7 @@ def machine_of(run: Run, stem: str) -> Machine:
 
 
 @dataclass(frozen=True)
-class Moved:
+class Changed:
     """Results of one implementation, class, operator and dtype that two groups give other bits."""
 
     what: str  # "invariant linear bfloat16 (chain)"
@@ -162,7 +154,7 @@ class Finding:
     groups: tuple[int, ...]  # indices; empty: of machines by themselves
     machines: tuple[str, ...]  # those that it names as the ones that differ; empty where that is not known
     text: str
-    moved: tuple[Moved, ...] = ()
+    changed: tuple[Changed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -197,19 +189,20 @@ def compare(machines: Sequence[Machine]) -> Fleet:
     kept = sorted(every - unsteady)
     by_bits: dict[tuple[Any, ...], list[Machine]] = {}
     for m in there:
-        by_bits.setdefault(tuple(_bits(m, key) for key in kept), []).append(m)
+        found = [(key, m.prints[key]) for key in kept if key in m.prints]
+        by_bits.setdefault(tuple((key, p.status, p.given, p.digest) for key, p in found), []).append(m)
     groups = sorted(by_bits.values(), key=len, reverse=True)
     pairs = list(combinations(range(len(groups)), 2))
     if len(groups) > _PAIRS_MOST:
         pairs = [(0, i) for i in range(1, len(groups))]
     judge = _Judge(groups, kept)
-    findings = [judge.alone(m) for m in there if m.wrong] + [judge.pair(i, j) for i, j in pairs]
+    findings = [judge.itself(m) for m in there if m.wrong] + [judge.pair(i, j) for i, j in pairs]
     findings += [_failed(m) for m in there if m.failed]
     # the gravest first; then what names a machine
     findings.sort(key=lambda f: (list(Level).index(f.level), not f.machines))
     return Fleet(
         tuple(machines), tuple(map(tuple, groups)), tuple(findings), tuple(sorted(unsteady)),
-        _headline(machines, groups, findings),
+        _headline(machines, findings),
     )  # fmt: skip
 
 
@@ -219,35 +212,22 @@ def _failed(m: Machine) -> Finding:
     return Finding(Level.UNCOMPARED, (), (m.name,), one_line(said, 400))
 
 
-def _bits(m: Machine, key: Key) -> tuple[str, ...]:
-    p = m.prints.get(key)
-    return () if p is None else (p.status, p.given, p.digest)
-
-
-def _headline(machines: Sequence[Machine], groups: Sequence[Sequence[Machine]], findings: Sequence[Finding]) -> str:
-    lost = [m for m in machines if m.lost]
-    there = len(machines) - len(lost)
+def _headline(machines: Sequence[Machine], findings: Sequence[Finding]) -> str:
+    lost, there = [m for m in machines if m.lost], [m for m in machines if not m.lost]
     if findings:
         said, more = findings[0].text, len(findings) - 1
         said += f"; and {more} more finding{'s' * (more > 1)}" * bool(more)
-    elif there == 1:
-        said = f"{machines_text([m for m in machines if not m.lost])} agrees with itself, and there is no other machine"
+    elif len(there) == 1:
+        said = f"{there[0].name} agrees with itself, and there is no other machine"
     else:
-        said = f"all {there} machines give equal bits"
-    if lost:
-        said += f"; no fingerprint of {machines_text(lost)}"
-    return said
+        said = f"all {len(there)} machines give equal bits"
+    said += f"; no fingerprint of {listed(lost)}" * bool(lost)
+    return one_line(said, 1400) + "."
 
 
-def machines_text(machines: Sequence[Machine]) -> str:
+def listed(of: Sequence[str | Machine]) -> str:
     """ "a, b and 3 more"."""
-    names = [m.name for m in machines]
-    return listed(names)
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few of many names."""
-    more = len(names) - _NAMED
+    names, more = [x.name if isinstance(x, Machine) else x for x in of], len(of) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
@@ -268,7 +248,7 @@ class _Judge:
             if 2 * count > len(same) and count > 1:
                 self.outvoted |= {m.name for m in same if of[m.name] != most}
 
-    def alone(self, m: Machine) -> Finding:
+    def itself(self, m: Machine) -> Finding:
         """A machine that does not agree with itself."""
         worst = max(m.wrong, key=lambda p: p.differing)
         more = f", and {len(m.wrong) - 1} others" * (len(m.wrong) > 1)
@@ -282,44 +262,43 @@ class _Judge:
     def pair(self, i: int, j: int) -> Finding:
         """Two groups, the larger first."""
         a, b = self._nearest(self.groups[i], self.groups[j])
-        moved, lacking = self._moved(a, b)
+        changed, lacking = self._changed(a, b)
         differ = {kind: self._fields(a, b, kind) for kind in ("architecture", "libraries", "settings")}
-        by_host = a.device == "cuda" and a.host != b.host and bool(moved) and all(m.of_model for m in moved)
+        by_host = a.device == "cuda" and a.host != b.host and bool(changed) and all(m.of_model for m in changed)
         differ["architecture"] += ["the host's CPU"] * by_host
         fewer, rest = self.groups[j], self.groups[i]
-        who, others = machines_text(fewer), machines_text(rest)
+        who, others = listed(fewer), listed(rest)
         single = len(fewer) < len(rest)
         named: tuple[str, ...] = tuple(m.name for m in fewer) if single else ()
         if single:
             others = f"{len(rest)} other machines" if len(rest) > 1 else others
         subject = f"{who} {'differs' if len(fewer) == 1 else 'differ'} from {others}"
-        bits = listed([m.text for m in sorted(moved, key=lambda m: not m.invariant)])
-        invariant = [m for m in moved if m.invariant]
-        if not moved:
+        bits = listed([m.text for m in sorted(changed, key=lambda m: not m.invariant)])
+        invariant = [m for m in changed if m.invariant]
+        if not changed:
             level, named = Level.UNCOMPARED, ()
             said = f"{who} can't be compared with {others} in all: {lacking}"
         elif not any(differ.values()):
             level, named, said = self._unexplained(a, b, i, j, bool(invariant), bits)
         elif differ["architecture"]:
-            alike = not by_host and a.device == b.device == "cuda" and _capability(a) == _capability(b)
-            level = (
-                Level.OPEN if alike and invariant and not differ["libraries"] + differ["settings"] else Level.EXPECTED
-            )
-            beside = listed(differ["libraries"] + differ["settings"])
+            one, other = (m.fields["architecture"].get("gpu_capability", m.name) for m in (a, b))
+            beside = differ["libraries"] + differ["settings"]
+            ought = one == other and not by_host and invariant and not beside
+            level = Level.OPEN if ought else Level.EXPECTED
             said = f"{subject}, which is expected of another architecture ({listed(differ['architecture'])}): {bits}"
             if level == Level.OPEN:
                 said = f"{subject} in invariant bits, which GPUs of one architecture ought to share: {bits}"
             else:
-                named, said = (), said + f"; these differ as well: {beside}" * bool(beside)
+                named, said = (), said + f"; these differ as well: {listed(beside)}" * bool(beside)
         else:
             level = Level.DRIFT if differ["libraries"] else Level.SETTINGS
             by = "; ".join(listed(differ[kind]) for kind in ("libraries", "settings") if differ[kind])
             said = f"{subject}: {by}. Other bits: {bits}"
             if invariant:
-                said += f". Invariant results moved as well{_WHY_MOVED[a.device == 'cuda']}"
-        if moved and lacking:
+                said += f". Invariant results changed as well{_WHY_CHANGED[a.device == 'cuda']}"
+        if changed and lacking:
             said += f"; {lacking}"
-        return Finding(level, (i, j), named, one_line(said, 900), tuple(moved))
+        return Finding(level, (i, j), named, one_line(said, 900), tuple(changed))
 
     def _unexplained(
         self, a: Machine, b: Machine, i: int, j: int, invariant: bool, bits: str
@@ -329,17 +308,15 @@ class _Judge:
         wrong = [m for m in sides if m.name in self.outvoted]
         rest = len([m for m in sides if m not in wrong])
         if not invariant:
-            who = f"{machines_text(wrong)} against {rest} machines" if wrong else f"{b.name} against {a.name}"
+            who = f"{listed(wrong)} against {rest} machines" if wrong else f"{b.name} against {a.name}"
             said = f"{who} of the same environment: other stock bits, which nothing that was recorded explains"
             return Level.OPEN, tuple(m.name for m in wrong), f"{said}: {bits}"
         if not wrong:
-            said = f"one of {machines_text(sides)} computes wrongly, which is not known: their environments are equal"
+            said = f"one of {listed(sides)} computes wrongly, which is not known: their environments are equal"
             return Level.DEFECT, (), f"{said}: {bits}"
         verb = "computes" if len(wrong) == 1 else "compute"
-        beside = (
-            f"{rest} machines of the same environment agree" if rest else "machines of the same environment disagree"
-        )
-        return Level.DEFECT, tuple(m.name for m in wrong), f"{machines_text(wrong)} {verb} wrongly, {beside}: {bits}"
+        beside = f"{rest} machines of the same environment agree" if rest else "and do not agree with each other"
+        return Level.DEFECT, tuple(m.name for m in wrong), f"{listed(wrong)} {verb} wrongly, {beside}: {bits}"
 
     def _nearest(self, one: Sequence[Machine], other: Sequence[Machine]) -> tuple[Machine, Machine]:
         """A machine of each between which the least differs: what separates those separates the groups."""
@@ -353,43 +330,42 @@ class _Judge:
 
     def _fields(self, a: Machine, b: Machine, kind: str) -> list[str]:
         """ "torch 2.11.0 and 2.13.0" for each field of the kind that differs."""
-        mine, theirs = a.fields[kind], b.fields[kind]
-        names = sorted(mine.keys() | theirs.keys())
-        return [
-            f"{one_line(_CALLED.get(n, n), 40)} {theirs.get(n, 'none')} and {mine.get(n, 'none')}"
-            for n in names
-            if mine.get(n) != theirs.get(n)
+        both = [
+            (n, b.fields[kind].get(n), a.fields[kind].get(n)) for n in a.fields[kind].keys() | b.fields[kind].keys()
         ]
+        return sorted(
+            f"{one_line(_CALLED.get(n, n), 40)} {_beside(x, y)} and {_beside(y, x)}" for n, x, y in both if x != y
+        )
 
-    def _moved(self, a: Machine, b: Machine) -> tuple[list[Moved], str]:
+    def _changed(self, a: Machine, b: Machine) -> tuple[list[Changed], str]:
         """(what has other bits, why something was not compared)."""
         cases: dict[tuple[str, bool, bool], list[str]] = {}
         compared: Counter[tuple[str, bool, bool]] = Counter()
         lacking: Counter[str] = Counter()
         for key in self.keys:
             p, q = a.prints.get(key), b.prints.get(key)
-            if p is None and q is None:
-                continue
-            if p is None or q is None or "ok" not in (p.status, q.status):
-                lacking["only one has it"] += p is None or q is None
-                continue
-            if p.status != q.status:
+            if p is None or q is None:
+                lacking["only one has it"] += p is not q
+            elif p.status != q.status:
                 why = one_line((p if p.status != "ok" else q).reason, 120)
                 lacking[f"one of them failed or skipped it ({why})"] += 1
             elif p.given != q.given:
                 lacking["their operands differ, which are drawn from one seed"] += 1
-            else:
+            elif p.status == "ok":
                 of = (_what(p), p.role == Role.INVARIANT, p.operator == "completion")
                 compared[of] += 1
                 if p.digest != q.digest:
                     cases.setdefault(of, []).append(p.case)
-        moved = [Moved(of[0], tuple(names), compared[of], *of[1:]) for of, names in cases.items()]
+        changed = [Changed(of[0], tuple(names), compared[of], *of[1:]) for of, names in cases.items()]
         why = "; ".join(f"{n} not compared: {why}" for why, n in lacking.most_common(3) if n)
-        return moved, why
+        return changed, why
 
 
-def _capability(m: Machine) -> str:
-    return str(m.environment.get("gpu_capability"))
+def _beside(value: Any, other: Any) -> str:
+    """A field's value, beside another machine's; of lists what only this one has."""
+    if isinstance(value, list) and isinstance(other, list):
+        value = " ".join(sorted({*map(str, value)} - {*map(str, other)}))
+    return one_line(str("none" if value in (None, "") else value), 80)
 
 
 def _what(p: Fingerprint) -> str:
