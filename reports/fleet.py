@@ -44,14 +44,10 @@ def blocks(fleet: Fleet) -> list[Block]:
     columns, rows = matrix(fleet)
     items = [(Bit(str(f.level), _STYLES.get(f.level, "bad")), ": ", Bit(f.text)) for f in fleet.findings[:_SHOWN]]
     head: Cells = ("machine", "group", *(Bit(name) for name in columns))
-    shown: list[Cells] = [
-        (
-            Bit(m.name),
-            letter(group),
-            *("–" if c is None else Bit(letter(c), "good" if c == 0 else "bad") for c in cells),
-        )
-        for m, group, cells in rows[:_SHOWN]
-    ]
+    shown: list[Cells] = []
+    for m, group, cells in rows[:_SHOWN]:
+        marks = ["–" if c is None else Bit(letter(c), "bad" if c else "good") for c in cells]
+        shown.append((Bit(m.name), letter(group), *marks))
     lost: list[Cells] = [(Bit(m.name), Bit(m.lost)) for m in fleet.lost]
     made: list[Block] = [
         Heading("What separates them", level=2, only=ALL if items else WHOLE),
@@ -73,8 +69,7 @@ def blocks(fleet: Fleet) -> list[Block]:
 
 def markdown(fleet: Fleet) -> str:
     """For a pull request or a ticket."""
-    head = ["# Fleet", f"**{escape(fleet.headline, 1500)}**"]
-    return "\n\n".join([*head, *as_markdown(blocks(fleet))]) + "\n"
+    return "\n\n".join(["# Fleet", f"**{escape(fleet.headline, 1500)}**", *as_markdown(blocks(fleet))]) + "\n"
 
 
 def render(fleet: Fleet) -> str:

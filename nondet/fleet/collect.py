@@ -94,10 +94,7 @@ def copied(question: Question, operands: Sequence[Any], copies: int) -> tuple[tu
         elif i < len(operator.operands) and operator.operands[0].axes[0] in operator.operands[i].axes:
             axes = operator.operands[i].axes
             batch = axes.index(operator.operands[0].axes[0]) - len(axes) + x.dim()
-        if batch < 0 or x.shape[batch] == 1:
-            made.append(x)
-        else:
-            made.append(torch.cat([x] * copies, batch))
+        made.append(x if batch < 0 or x.shape[batch] == 1 else torch.cat([x] * copies, batch))
     return tuple(made), replace(question, values=(int(question.whole) * copies,))
 
 
@@ -116,7 +113,9 @@ class Seen:
 
     def add(self, results: torch.Tensor) -> None:
         """One run's, [copies, ...]."""
-        hashes = row_hashes(results).tolist()
+        # by rows first: to make a weight for each element of a large result would take seconds
+        rows = row_hashes(results.reshape(-1, results.shape[-1]))
+        hashes = row_hashes(rows.view(len(results), -1)).tolist()
         self.hashes.append(hashes)
         for i, value in enumerate(hashes):
             if value not in self.kept and len(self.kept) < 16:
@@ -137,17 +136,9 @@ class Seen:
         }
 
 
-Find = Callable[[str, str, str], Callable[..., Any]]  # (operator, impl, device) -> what computes it
-
-
-def _call(operator: str, impl: str, device: str) -> Callable[..., Any]:
-    return load_implementation(operator, impl, device).call
-
-
-def measure(case: Case, find: Find = _call) -> Iterator[Fingerprint]:
+def measure(case: Case, find: Callable[..., Any] = load_implementation) -> Iterator[Fingerprint]:
     """The case under each implementation. What an implementation does not do here is skipped, with its reason."""
-    question = case.question
-    device = question.device
+    question, device = case.question, case.question.device
     operands = replace(question, device="cpu").prepare(question.kinds[0])
     given = digest(*(x.contiguous() for x in operands if isinstance(x, torch.Tensor)))
     here = [x.to(device) if isinstance(x, torch.Tensor) else x for x in operands]
@@ -156,7 +147,7 @@ def measure(case: Case, find: Find = _call) -> Iterator[Fingerprint]:
     for impl in IMPLS:
         seen = Seen()
         try:
-            call = find(question.operator, impl, device)
+            call = find(question.operator, impl, device).call
             for _ in range(RUNS[device]):
                 out = asked.answer(many, call, asked.whole)
                 # stock may give each copy other bits: all of them are one result

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,11 +46,11 @@ def test_copies_are_the_same_block(operator: str) -> None:
             torch.testing.assert_close(part, once, rtol=1e-4, atol=1e-4)
 
 
-def flipping(run: int, row: int) -> collect.Find:
+def flipping(run: int, row: int) -> Callable[..., Any]:
     """The operators, of which the invariant one flips a bit of one row in one of its calls."""
     calls = iter(range(1000))
 
-    def find(operator: str, impl: str, device: str) -> Callable[..., Any]:
+    def find(operator: str, impl: str, device: str) -> Any:
         call = load_implementation(operator, impl, device).call
 
         def wrong(*operands: Any) -> torch.Tensor:
@@ -59,7 +60,7 @@ def flipping(run: int, row: int) -> collect.Find:
                 out.view(torch.int32)[row, 0] ^= 1
             return out
 
-        return wrong
+        return SimpleNamespace(call=wrong)
 
     return find
 
@@ -80,14 +81,14 @@ def test_one_bit_in_one_tile_of_one_call_shows(seed: int) -> None:
 
 
 def test_what_fails_is_a_record_with_its_reason() -> None:
-    def find(operator: str, impl: str, device: str) -> Callable[..., Any]:
+    def find(operator: str, impl: str, device: str) -> Any:
         if impl == "stock":
             raise NotImplementedError("none here")
 
         def broken(*_: Any) -> torch.Tensor:
             raise ValueError("broken")
 
-        return broken
+        return SimpleNamespace(call=broken)
 
     found = {p.impl: (p.status, p.reason) for p in collect.measure(case_of("sum"), find)}
     assert found["stock"][0] == "skipped"
