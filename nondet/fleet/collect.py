@@ -12,7 +12,7 @@ import ctypes
 import math
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,6 +49,7 @@ class Case:
     """One computation: a block of `ROWS` rows (or of whole requests, of attention), copied and repeated."""
 
     question: Question
+    calls: Mapping[str, Callable[..., Any]]  # "invariant": the class's; "stock", once for all classes
 
     @property
     def name(self) -> str:
@@ -67,17 +68,22 @@ class Case:
 
 def cases(device: str) -> list[Case]:
     """Of each operator, class and dtype the smallest shapes that hide no order, from what `nondet certify` asks."""
-    chosen: dict[tuple[str, str, str], dict[tuple[int, ...], Question]] = {}
-    for question, *_ in plan(Wish(device=device, operators=tuple(class_operators(device)))):
+    chosen: dict[tuple[str, str, str], dict[tuple[int, ...], Case]] = {}
+    for question, _, members in plan(Wish(device=device, operators=tuple(class_operators(device)))):
         of = (question.operator, question.cls, question.dtype)
         if not any(word in question.layout for word in ("strided", "offset", "bias")):
-            chosen.setdefault(of, {}).setdefault(tuple(question.shape.values()), question)
-    made = []
+            chosen.setdefault(of, {}).setdefault(tuple(question.shape.values()), Case(question, members))
+    made, known = list[Case](), set[tuple[str, ...]]()
     for by_shape in chosen.values():
-        large = [q for shape, q in by_shape.items() if math.prod(shape) >= _LEAST] or list(by_shape.values())
-        for question in sorted(large, key=lambda q: math.prod(q.shape.values()))[:SHAPES]:
-            whole = _FEWER.get(question.operator, ROWS) if question.axis == "M" else question.whole
-            made.append(Case(replace(question, values=(whole,), kinds=question.kinds[:1])))
+        shapes = sorted(by_shape, key=math.prod)
+        for shape in ([s for s in shapes if math.prod(s) >= _LEAST] or shapes)[:SHAPES]:
+            q, calls = by_shape[shape].question, {"invariant": by_shape[shape].calls["invariant"]}
+            whole = _FEWER.get(q.operator, ROWS) if q.axis == "M" else q.whole
+            case = Case(replace(q, values=(whole,), kinds=q.kinds[:1]), calls)
+            if case.record("stock").key not in known:
+                calls["stock"] = load_implementation(q.operator, "stock", device).call
+                known.add(case.record("stock").key)
+            made.append(case)
     return made
 
 
@@ -136,7 +142,7 @@ class Seen:
         }
 
 
-def measure(case: Case, find: Callable[..., Any] = load_implementation) -> Iterator[Fingerprint]:
+def measure(case: Case) -> Iterator[Fingerprint]:
     """The case under each implementation. What an implementation does not do here is skipped, with its reason."""
     question, device = case.question, case.question.device
     operands = replace(question, device="cpu").prepare(question.kinds[0])
@@ -144,10 +150,9 @@ def measure(case: Case, find: Callable[..., Any] = load_implementation) -> Itera
     here = [x.to(device) if isinstance(x, torch.Tensor) else x for x in operands]
     copies = max(2, min(COPIES[device], ELEMENTS[device] // max(1, here[0].numel())))
     many, asked = copied(question, here, copies)
-    for impl in IMPLS:
+    for impl, call in case.calls.items():
         seen = Seen()
         try:
-            call = find(question.operator, impl, device).call
             for _ in range(RUNS[device]):
                 out = asked.answer(many, call, asked.whole)
                 # stock may give each copy other bits: all of them are one result

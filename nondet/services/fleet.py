@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nondet.errors import UserError
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, pick_device
 
-_NAME_MOST = 120
+if TYPE_CHECKING:
+    from nondet.core.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,33 +26,26 @@ class FingerprintRequest(Request):
         "CPU threads. They change bits, so they are always recorded.", panel=o.MACHINE, check=o.THREAD_COUNTS
     )
 
-    def _check(self) -> None:
-        if self.name is not None and not 0 < len(self.name.strip()) <= _NAME_MOST:
-            raise UserError(f"--name of {len(self.name):,} characters", f"Give 1 to {_NAME_MOST}.")
-
 
 def fingerprint(request: FingerprintRequest, sink: Sink) -> Path:
     """Write digests of fixed computations on this machine, for `nondet fleet`. Exit 3: it disagrees with itself."""
     output = Output(request, "fingerprint", sink)
 
+    from nondet.core.runfile import read_run
     from nondet.fleet.collect import cases, completions, machine, measure
 
     device = pick_device(request.device, request.threads)
     planned = cases(device)
     plan = {"device": device, "name": request.name, "identify": request.identify, "cases": len(planned)}
-    disagrees = False
-    with output.recording("fingerprint", plan, 0, 2 * len(planned) + 5) as writer, sink.progress() as progress:
-        task = progress.add_task("computing", total=len(planned) + 1)
-        for case in planned:
-            if not all(case.record(impl).key in writer.done for impl in ("invariant", "stock")):
-                for record in measure(case):
-                    disagrees |= writer.write(record).wrong
+    parts: list[Callable[[], Iterable[Record]]] = [*(partial(measure, case) for case in planned)]
+    parts += [partial(completions, device), lambda: [machine(request.name or "", device, identify=request.identify)]]
+    total = sum(len(case.calls) for case in planned) + 5
+    with output.recording("fingerprint", plan, 0, total) as writer, sink.progress() as progress:
+        task = progress.add_task("computing", total=len(parts))
+        for part in parts:
+            for record in part():
+                if record.key not in writer.done:  # a resumed run computes all again, which takes seconds
+                    writer.write(record)
             progress.update(task, advance=1)
-        for record in completions(device):
-            disagrees |= record.wrong
-            if record.key not in writer.done:
-                writer.write(record)
-        seen = machine(request.name or "", device, identify=request.identify)
-        if seen.key not in writer.done:
-            writer.write(seen)
-    return output.present(code=3 if disagrees else 0)
+    wrong = any(record.wrong for record in read_run(output.path).fingerprints)
+    return output.present(code=3 if wrong else 0)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from nondet.core.records import Fingerprint
-from nondet.core.registry import class_operators, classes_for, load_implementation
+from nondet.core.registry import class_operators, classes_for, load_implementation, load_object
 from nondet.core.runfile import read_run
 from nondet.fleet import collect
 from tests.build import Command
@@ -28,8 +26,14 @@ def test_every_class_and_dtype_has_cases() -> None:
         for cls in classes_for(operator, "cpu"):
             assert {(operator, cls.name, dtype) for dtype in cls.dtypes} <= made
     assert {c.question.operator for c in collect.cases("cuda")} == set(class_operators("cuda"))
-    names = [c.record("invariant").key for c in collect.cases("cpu")]
-    assert len(names) == len(set(names))
+    for device in ("cpu", "cuda"):
+        names = [c.record(impl).key for c in collect.cases(device) for impl in c.calls]
+        assert len(names) == len(set(names))
+    tf32 = next(c for c in collect.cases("cuda") if c.question.cls == "chain-tf32")
+    assert tf32.calls["invariant"] is load_object(
+        "nondet.kernels.matmul.cuda:tf32_linear"
+    )  # the class's own, not what float32 gets by default
+    assert "stock" not in tf32.calls  # the chain's case has it
 
 
 @pytest.mark.parametrize("operator", ["linear", "matmul", "attention", "grouped_matmul", "rms_norm_residual"])
@@ -46,23 +50,17 @@ def test_copies_are_the_same_block(operator: str) -> None:
             torch.testing.assert_close(part, once, rtol=1e-4, atol=1e-4)
 
 
-def flipping(run: int, row: int) -> Callable[..., Any]:
-    """The operators, of which the invariant one flips a bit of one row in one of its calls."""
+def flipping(case: collect.Case, run: int, row: int) -> collect.Case:
+    """The case, whose invariant implementation flips a bit of one row in one of its calls, or below 0 in all."""
     calls = iter(range(1000))
 
-    def find(operator: str, impl: str, device: str) -> Any:
-        call = load_implementation(operator, impl, device).call
+    def wrong(*operands: Any) -> torch.Tensor:
+        out: torch.Tensor = case.calls["invariant"](*operands).clone()
+        if next(calls) == run or run < 0:
+            out.view(-1).view(torch.uint8)[row * out[0].numel() * out.itemsize] ^= 1
+        return out
 
-        def wrong(*operands: Any) -> torch.Tensor:
-            out: torch.Tensor = call(*operands)
-            if impl == "invariant" and (next(calls) == run or run < 0):
-                out = out.clone()
-                out.view(torch.int32)[row, 0] ^= 1
-            return out
-
-        return SimpleNamespace(call=wrong)
-
-    return find
+    return replace(case, calls={**case.calls, "invariant": wrong})
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -70,27 +68,25 @@ def test_one_bit_in_one_tile_of_one_call_shows(seed: int) -> None:
     case = case_of("rms_norm")
     sound = {p.impl: p for p in collect.measure(case)}
     assert (sound["invariant"].units, sound["invariant"].differing, sound["invariant"].wrong) == (8, 0, False)
-    found = {p.impl: p for p in collect.measure(case, flipping(seed % 3, 32 * seed + seed))}
+    found = {p.impl: p for p in collect.measure(flipping(case, seed % 3, 32 * seed + seed))}
     bad = found["invariant"]
     assert (bad.differing, bad.runs_differing, bad.units_differing, bad.wrong) == (1, 1, 1, True)
     assert bad.digest == sound["invariant"].digest  # what most results are
     assert found["stock"].digest == sound["stock"].digest
-    always = {p.impl: p for p in collect.measure(case, flipping(-1, 32 * seed))}["invariant"]
+    always = {p.impl: p for p in collect.measure(flipping(case, -1, 32 * seed))}["invariant"]
     assert (always.differing, always.runs_differing, always.units_differing) == (3, 3, 1)
     assert always.digest == sound["invariant"].digest
 
 
 def test_what_fails_is_a_record_with_its_reason() -> None:
-    def find(operator: str, impl: str, device: str) -> Any:
-        if impl == "stock":
-            raise NotImplementedError("none here")
+    def lacking(*_: Any) -> torch.Tensor:
+        raise NotImplementedError("none here")
 
-        def broken(*_: Any) -> torch.Tensor:
-            raise ValueError("broken")
+    def broken(*_: Any) -> torch.Tensor:
+        raise ValueError("broken")
 
-        return SimpleNamespace(call=broken)
-
-    found = {p.impl: (p.status, p.reason) for p in collect.measure(case_of("sum"), find)}
+    case = replace(case_of("sum"), calls={"stock": lacking, "invariant": broken})
+    found = {p.impl: (p.status, p.reason) for p in collect.measure(case)}
     assert found["stock"][0] == "skipped"
     assert "none here" in found["stock"][1]
     assert found["invariant"][0] == "error"
@@ -119,7 +115,7 @@ def test_the_command_writes_a_small_file_that_the_other_reads(
     assert (tmp_path / "a.jsonl").stat().st_size < 100_000
     assert run("fleet", str(tmp_path))[:2] == (0, "all 2 machines give equal bits.\n")
 
-    monkeypatch.setattr(collect, "measure", lambda case: measure(case, flipping(0, 40)))
+    monkeypatch.setattr(collect, "measure", lambda case: measure(flipping(case, 0, 40)))
     code, out, _ = run("fingerprint", "--device", "cpu", "--out", str(tmp_path / "bad.jsonl"))
     assert code == 3
     assert "this machine computes wrongly: it disagrees with itself" in " ".join(out.split())
@@ -128,6 +124,11 @@ def test_the_command_writes_a_small_file_that_the_other_reads(
     assert code == 3
     assert out.startswith("bad computes wrongly: it disagrees with itself")
     assert "bad computes wrongly" in report.read_text()
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:4]))  # killed after three records
+    code, _, _ = run("fingerprint", "--device", "cpu", "--out", str(path), "--resume")
+    assert code == 3
+    assert len(read_run(path).fingerprints) == 2 * len(few) + 1
 
 
 def test_a_case_is_named_by_what_it_computes() -> None:
