@@ -23,18 +23,15 @@ def matrix(fleet: Fleet) -> tuple[list[str], list[tuple[Machine, int, list[int |
     common first; None where it has none)."""
     there = [m for group in fleet.groups for m in group]
     columns = list(dict.fromkeys(column(p) for m in there for p in m.prints.values()))
-    skipped = set(fleet.unsteady)
     labels: dict[str, dict[tuple[str, ...], int]] = {name: {} for name in columns}
     rows: list[tuple[Machine, int, list[int | None]]] = []
     for number, group in enumerate(fleet.groups):
         for m in group[:_SHOWN]:
             bits: dict[str, list[str]] = {}
-            for key in sorted(m.prints.keys() - skipped):
+            for key in sorted(m.prints.keys() - {*fleet.unsteady}):
                 bits.setdefault(column(m.prints[key]), []).append(f"{key}{m.prints[key].given}{m.prints[key].digest}")
-            cells: list[int | None] = []
-            for name in columns:
-                known = labels[name]
-                cells.append(known.setdefault(tuple(bits[name]), len(known)) if name in bits else None)
+            numbers = ((labels[name], tuple(bits.get(name, ()))) for name in columns)
+            cells = [known.setdefault(held, len(known)) if held else None for known, held in numbers]
             rows.append((m, number, cells))
     return columns, rows
 

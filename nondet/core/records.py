@@ -841,7 +841,7 @@ class Fingerprint(ImplementationRecord, frozen=True, tag="fingerprint", kw_only=
 class MachineSeen(Record, frozen=True, tag="machine", kw_only=True):
     """Who a fingerprint is of, and the state of its GPU: none of this decides bits."""
 
-    name: str = ""  # as given, or the host's with --identify
+    name: str = ""  # as given; reports call it by its file's name otherwise
     host: str = ""  # the following only with --identify
     gpu_uuid: str = ""
     gpu_serial: str = ""

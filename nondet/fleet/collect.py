@@ -197,7 +197,7 @@ def machine(name: str, device: str, *, identify: bool) -> MachineSeen:
     """Who this is: a host's name and a GPU's numbers only with `identify`. NVML's figures where it reports them."""
     figures: dict[str, Any] = {"name": name, "clocks_mhz": {}, "ecc": {}}
     if identify:
-        figures |= {"host": socket.gethostname(), "name": name or socket.gethostname()}
+        figures["host"] = socket.gethostname()
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device == "cuda" else ""
     handle, serial = ctypes.c_void_p(), ctypes.create_string_buffer(64)
     number, large = ctypes.c_uint(), ctypes.c_ulonglong()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import combinations
+from itertools import chain, combinations, count
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def machines_of(paths: Iterable[Path], read: Any) -> list[Machine]:
     Raises UserError: none can be read."""
     made: list[Machine] = []
     errors: list[UserError] = []
-    names: Counter[str] = Counter()
+    names: set[str] = set()
     for path in paths:
         stem = path.name.removesuffix(".gz").removesuffix(".xz").removesuffix(".jsonl")
         try:
@@ -108,10 +108,10 @@ def machines_of(paths: Iterable[Path], read: Any) -> list[Machine]:
         except UserError as error:
             errors.append(error)
             machine = Machine(one_line(stem, 80), lost=one_line(str(error), 300))
-        names[machine.name] += 1
-        if (number := names[machine.name]) > 1:
-            machine = replace(machine, name=f"{machine.name} ({number})")
-        made.append(machine)
+        numbered = (f"{machine.name} ({number})" for number in count(2))
+        name = next(name for name in chain([machine.name], numbered) if name not in names)
+        names.add(name)
+        made.append(replace(machine, name=name))
     if errors and len(errors) == len(made):
         raise errors[0]
     return made
@@ -244,8 +244,8 @@ class _Judge:
             for m in group:
                 alike.setdefault(m.signature, []).append(m)
         for same in alike.values():
-            most, count = Counter(of[m.name] for m in same).most_common(1)[0]
-            if 2 * count > len(same) and count > 1:
+            most, votes = Counter(of[m.name] for m in same).most_common(1)[0]
+            if 2 * votes > len(same) and votes > 1:
                 self.outvoted |= {m.name for m in same if of[m.name] != most}
 
     def itself(self, m: Machine) -> Finding:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class FingerprintRequest(Request):
     """The options of `nondet fingerprint`."""
 
-    name: str | None = o.own("What reports call this machine.", shown="its file's name, or with --identify the host's")
+    name: str | None = o.own("What reports call this machine.", shown="its file's name")
     identify: bool = o.own("Record the host's name, and the GPU's UUID and serial number.", default=False)
     device: str = o.own("auto, cpu or cuda.", default="auto", panel=o.MACHINE, check=o.DEVICES)
     threads: int | None = o.own(

@@ -216,6 +216,6 @@ def test_reports_escape_and_name_all(tmp_path: Path) -> None:
 
 
 def test_machines_of_one_name_get_a_number(tmp_path: Path) -> None:
-    machines = machines_of(kept(tmp_path, run_of(name="node"), run_of(name="node")), read_run)
-    assert [m.name for m in machines] == ["node", "node (2)"]
+    machines = machines_of(kept(tmp_path, *(run_of(name=n) for n in ("node", "node (2)", "node"))), read_run)
+    assert [m.name for m in machines] == ["node", "node (2)", "node (3)"]
     assert isinstance(machines[1], Machine)
