@@ -81,7 +81,7 @@ _COMMANDS = {
         "nondet.commands.report:diff", "nondet diff before.jsonl after.jsonl",
         "nondet diff a.jsonl b.jsonl --impl stock --against invariant",
     ),
-    "fingerprint": ("nondet.services.fleet:fingerprint", "nondet fingerprint --out $(hostname).jsonl"),
+    "fingerprint": ("nondet.commands.fleet:fingerprint", "nondet fingerprint --out $(hostname).jsonl"),
     "fleet": (
         "nondet.commands.fleet:fleet", "nondet fleet fingerprints/", "nondet fleet a.jsonl b.jsonl --report fleet.html",
     ),

@@ -1,4 +1,4 @@
-"""`nondet fleet`: fingerprints of many machines, compared."""
+"""`nondet fingerprint` of one machine, and `nondet fleet`: fingerprints of many machines, compared."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
-from nondet.commands.output import PipedConsole, check_shown, put, say, to_stdout
+from nondet.commands.output import PipedConsole, check_shown, command_of, put, say, to_stdout
 from nondet.commands.report import run_files
 from nondet.core.runfile import check_outputs, read_run, replace_text
 from nondet.services import options as o
+from nondet.services.fleet import fingerprint as service
+
+fingerprint = command_of(service, without=("fail_on",))  # its exit code says it
 
 
 def fleet(

@@ -66,11 +66,6 @@ class Machine:
         return [p for p in self.prints.values() if p.wrong]
 
     @cached_property
-    def failed(self) -> list[Fingerprint]:
-        """Computations that ended in an error."""
-        return [p for p in self.prints.values() if p.status == "error"]
-
-    @cached_property
     def fields(self) -> dict[str, dict[str, Any]]:
         """What decides bits, by level ("architecture", "libraries", "settings") and name."""
         named = self.environment.get("variables")
@@ -197,7 +192,7 @@ def compare(machines: Sequence[Machine]) -> Fleet:
         pairs = [(0, i) for i in range(1, len(groups))]
     judge = _Judge(groups, kept)
     findings = [judge.itself(m) for m in there if m.wrong] + [judge.pair(i, j) for i, j in pairs]
-    findings += [_failed(m) for m in there if m.failed]
+    findings += [_failed(m, e) for m in there if (e := [p for p in m.prints.values() if p.status == "error"])]
     # the gravest first; then what names a machine
     findings.sort(key=lambda f: (list(Level).index(f.level), not f.machines))
     return Fleet(
@@ -206,9 +201,9 @@ def compare(machines: Sequence[Machine]) -> Fleet:
     )  # fmt: skip
 
 
-def _failed(m: Machine) -> Finding:
+def _failed(m: Machine, errors: Sequence[Fingerprint]) -> Finding:
     """A machine on which computations failed, as they may have on all: nothing is known of those."""
-    said = f"{m.name} failed in {len(m.failed)} of {len(m.prints)} computations: {m.failed[0].reason}"
+    said = f"{m.name} failed in {len(errors)} of {len(m.prints)} computations: {errors[0].reason}"
     return Finding(Level.UNCOMPARED, (), (m.name,), one_line(said, 400))
 
 
