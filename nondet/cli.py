@@ -81,6 +81,10 @@ _COMMANDS = {
         "nondet.commands.report:diff", "nondet diff before.jsonl after.jsonl",
         "nondet diff a.jsonl b.jsonl --impl stock --against invariant",
     ),
+    "fingerprint": ("nondet.commands.fleet:fingerprint", "nondet fingerprint --out $(hostname).jsonl"),
+    "fleet": (
+        "nondet.commands.fleet:fleet", "nondet fleet fingerprints/", "nondet fleet a.jsonl b.jsonl --report fleet.html",
+    ),
     "env": ("nondet.commands.env:env", "nondet env", "nondet env --json"),
 }  # fmt: skip
 # How `nondet --help` groups them.
@@ -90,6 +94,7 @@ _GROUPS = {
     "Train": ("mismatch", "rl"),
     "CI": ("gate", "diff", "report", "env"),
     "Kernels": ("bench", "certify"),
+    "Machines": ("fingerprint", "fleet"),
 }
 _LARGE = ("torch", "pandas", "matplotlib")  # what takes seconds to import
 # Commands of 0.2 and 0.3 -> what to type now; for two releases.

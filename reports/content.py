@@ -21,6 +21,7 @@ from nondet.reports.axes import axes_blocks, axes_of
 from nondet.reports.bench import bench_blocks, bench_headline
 from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table
 from nondet.reports.endpoint import Servers, endpoint_blocks, machine_line
+from nondet.reports.fingerprint import fingerprint_blocks, fingerprint_headline
 from nondet.reports.mismatch import mismatch_blocks, training_blocks
 from nondet.reports.probes import probe_blocks, probes_of
 from nondet.reports.samples import Samples, sample_blocks
@@ -91,6 +92,8 @@ def _found(run: Run, verdicts: Sequence[Verdict], brief: bool) -> str:
         return bench_headline(run)
     if run.steps:
         return story_headline(Story(run))
+    if run.fingerprints:
+        return fingerprint_headline(run)
     if own := trace_headline(run):
         return own
     if not verdicts:
@@ -294,6 +297,8 @@ def _blocks(report: Report, number: int) -> list[Block]:
         parts += training_blocks(run, number, opened)
     if run.mismatch_rollouts:
         parts += mismatch_blocks(run, number, opened)
+    if run.fingerprints:
+        parts += fingerprint_blocks(run, number)
     if run.cells:
         parts += bench_blocks(run, number, opened)
     parts += probe_blocks(section.probes, number, opened)

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engines",),
     ("vllm", "sglang"),
     ("trace", "bench", "certify", "embed"),
-    ("mismatch",),
+    ("mismatch", "fleet"),
     ("verdict",),
     ("diagnose", "diff"),  # they compare verdicts
     ("reports",),

@@ -26,6 +26,8 @@ COMMON = {
     "env": "as_json",
     "report": "full records figure force quiet",
     "bench": "impl dtype m k n check device",
+    "fingerprint": "name identify device",
+    "fleet": "as_json",
     "certify": "cls impl dtype k n full vllm show forget device",
 }
 EVERYWHERE = "out report fail_on verbose"

@@ -807,6 +807,48 @@ class TraceVerdict(Conclusion, frozen=True, tag="trace_verdict", kw_only=True):
     seconds: float = 0.0
 
 
+class Fingerprint(ImplementationRecord, frozen=True, tag="fingerprint", kw_only=True):
+    """The bits of one fixed computation on this machine, and whether all repetitions and copies had them."""
+
+    keyed_by = ("impl", "cls", "operator", "case", "dtype")
+    kept_when_refused = ("device",)
+    cls: str  # its numerics class; "" of stock and of completions
+    operator: str  # or "completion", of the embedded model
+    case: str  # sizes and layout, or "tokens" and "logprobs"
+    dtype: str
+    device: str
+    status: Annotated[str, msgspec.Meta(pattern=r"\A(ok|skipped|error)\Z")] = "ok"
+    given: Digest = ""  # of the operands: where it differs, results can't be compared
+    digest: Digest = ""  # of the result that most repetitions and copies gave
+    runs: Count = 0  # repetitions
+    units: Count = 0  # equal copies of the operands in one call, over the whole chip; 1 where copies may differ
+    differing: Count = 0  # results, of runs * units, that had other bits
+    runs_differing: Count = 0  # repetitions with such a result
+    units_differing: Count = 0  # copies with such a result
+    reason: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether results differ that are promised to be equal: invariant ones. Stock promises nothing."""
+        return self.differing > 0 and self.role == Role.INVARIANT
+
+    @property
+    def results(self) -> int:
+        """All that were compared with each other."""
+        return self.runs * self.units
+
+
+class MachineSeen(Record, frozen=True, tag="machine", kw_only=True):
+    """Who a fingerprint is of, and the state of its GPU: none of this decides bits."""
+
+    name: str = ""  # as given; reports call it by its file's name otherwise
+    host: str = ""  # the following only with --identify
+    gpu_uuid: str = ""
+    gpu_serial: str = ""
+    clocks_mhz: dict[str, Count] = {}  # "sm", "memory", after the work
+    ecc: dict[str, Count] = {}  # "uncorrected since boot", ...: errors that the GPU's memory counted
+
+
 # A run file is one header line (format, schema, environment, plan), then one line for each record, then one end line.
 #
 # A new kind of record is one class (a `Record` with a tag and a key) and one field of `Run`: what the reader decodes,
@@ -867,6 +909,8 @@ class Run(msgspec.Struct, kw_only=True):
     mismatch_costs: list[MismatchCost] = []
     mismatch_places: list[MismatchPlace] = []
     mismatch_vocabularies: list[MismatchVocabulary] = []
+    fingerprints: list[Fingerprint] = []
+    machines: list[MachineSeen] = []
     complete: bool = True  # whether the end line is there
     source: str = ""  # where it was read from, for messages
 
@@ -877,7 +921,7 @@ class Run(msgspec.Struct, kw_only=True):
     @property
     def statuses(self) -> list[str]:
         """Of every record that can fail."""
-        can_fail = Row, Completion, TrainingStep, MismatchRollout
+        can_fail = Row, Completion, TrainingStep, MismatchRollout, Fingerprint
         return [record.status for record in self.records() if isinstance(record, can_fail)]
 
     def records(self) -> Iterator[Record]:
@@ -1016,6 +1060,14 @@ def _step(step: Step) -> None:
     _need(not lacks, "figures", f"an answer without {' and '.join(sorted(lacks))}")
 
 
+def _fingerprint(f: Fingerprint) -> None:
+    _need(bool(f.digest and f.given and f.results) or f.status != "ok", "digest", "a result without one")
+    _count("differing", f.differing, most=f.results)
+    _count("runs_differing", f.runs_differing, most=min(f.runs, f.differing))
+    _count("units_differing", f.units_differing, most=min(f.units, f.differing))
+    _need(not f.differing or (f.runs_differing > 0 < f.units_differing), "differing", "in no run, or in no copy")
+
+
 def _culprit(culprit: Culprit) -> None:
     for place, axes in culprit.axes.items():
         sizes = [shapes[place] for shapes in culprit.shapes if place in shapes]
@@ -1039,6 +1091,7 @@ _CHECKS: dict[type[Any], Callable[[Any], None]] = {
     TrainingStep: _training_step,
     Step: _step,
     Culprit: _culprit,
+    Fingerprint: _fingerprint,
     MismatchPlace: lambda r: _need(len(r.rows) in (0, 2), "rows", f"{len(r.rows)} numbers, not one for either side"),
     MismatchRollout: _mismatch_rollout,
 }
