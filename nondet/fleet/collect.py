@@ -149,12 +149,12 @@ def measure(case: Case) -> Iterator[Fingerprint]:
     given = digest(*(x.contiguous() for x in operands if isinstance(x, torch.Tensor)))
     here = [x.to(device) if isinstance(x, torch.Tensor) else x for x in operands]
     copies = max(2, min(COPIES[device], ELEMENTS[device] // max(1, here[0].numel())))
-    many, asked = copied(question, here, copies)
+    many, asks = copied(question, here, copies)
     for impl, call in case.calls.items():
         seen = Seen()
         try:
             for _ in range(RUNS[device]):
-                out = asked.answer(many, call, asked.whole)
+                out = asks.answer(many, call, asks.whole)
                 # stock may give each copy other bits: all of them are one result
                 seen.add(blocks(question, out, copies) if impl == "invariant" else out[None])
         except NotImplementedError as error:
@@ -184,9 +184,20 @@ def completions(device: str) -> Iterator[Fingerprint]:
         for case, (first, second) in made.items():
             moved = int(first != second)
             yield Fingerprint(
-                impl=impl, cls="", operator="completion", case=case, dtype=loaded.dtype, device=device, given=given,
-                digest=first, runs=2, units=1, differing=moved, runs_differing=moved, units_differing=moved,
-            )  # fmt: skip
+                impl=impl,
+                cls="",
+                operator="completion",
+                case=case,
+                dtype=loaded.dtype,
+                device=device,
+                given=given,
+                digest=first,
+                runs=2,
+                units=1,
+                differing=moved,
+                runs_differing=moved,
+                units_differing=moved,
+            )
 
 
 _CLOCKS = {"sm": 1, "memory": 2}  # nvmlClockType_t

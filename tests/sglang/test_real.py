@@ -38,4 +38,4 @@ def test_layers_that_coverage_knows_are_sglang_s() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)
     }
-    assert (plugin._ELEMENTWISE - plugin._TORCHS) | plugin._BY_METHOD <= classes
+    assert classes >= (plugin._ELEMENTWISE - plugin._TORCHS) | plugin._BY_METHOD
