@@ -58,7 +58,7 @@ def build_arms(lengths: Sequence[int], batch: int, seed: int) -> list[Arm]:
     odd = max(2, batch // 2 - 1)  # a multiple of no tile
     return [
         Arm(ALONE, _cut(everyone, 1)),
-        Arm(f"{_PADDED} to {max(lengths)}", _cut(everyone, 1), width=max(lengths)),
+        Arm(f"alone, padded to {max(lengths)}", _cut(everyone, 1), width=max(lengths)),
         Arm(f"sorted by length, {batch} a batch", _cut(ordered, batch)),
         Arm(f"shuffled, {batch} a batch", _cut(shuffled, batch)),
         Arm(f"shuffled otherwise, {odd} a batch", _cut(shuffled[::-1], odd)),
