@@ -276,7 +276,7 @@ MODULES = [
 # arms, axes, anchors and values); three are a value of --fail-on; the last are patterns of what reports put plainly.
 STAYS = (
     *("attention {}: the last query, in company", "in company", "ragged company", "each row alone", "alone, {} keys"),
-    *("{} texts, each alone and in batches", "one row at every place", "{} rows at every place"),
+    *("alone, padded to {}", "{} texts, each alone and in batches", "one row at every place", "{} rows at every place"),
     *("Known: moved.", "nondet: --fail-on moved", '"moved": exit 3', r"\b"),
 )
 
