@@ -52,7 +52,7 @@ class Size(NamedTuple):
         """The finding with its numbers."""
         lead = f", the two largest logits by up to {self.margin:.2g} where tokens differ" if self.margin else ""
         lead += "; how close the two largest logits were where tokens differ is not on record" * (None in self.margins)
-        smaller = " (a smaller bug shows with --dtype float32)" * (self.dtype in _SHORT and not self.is_bug)
+        smaller = " (--dtype float32 would show a smaller bug)" * (self.dtype in _SHORT and not self.is_bug)
         return f"{self.kind}: logprobs differ by up to {self.gap:.2g} nats{lead}{smaller}"
 
     def beside(self, headline: str, *, brief: bool = False) -> str:
