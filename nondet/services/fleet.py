@@ -28,7 +28,7 @@ class FingerprintRequest(Request):
 
 
 def fingerprint(request: FingerprintRequest, sink: Sink) -> Path:
-    """Write digests of fixed computations on this machine, for `nondet fleet`. Exit 3: it disagrees with itself."""
+    """Write digests of fixed results, for `nondet fleet`. Exit 3: it disagrees with itself. Not run on a GPU yet."""
     output = Output(request, "fingerprint", sink)
 
     from nondet.core.runfile import read_run
