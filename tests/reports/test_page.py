@@ -50,8 +50,11 @@ def browse(page: str, script: str, *, width: int = 1400, dark: bool = False, at:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
         options += [f"--window-size={width},900", f"--blink-settings=preferredColorScheme={int(not dark)}"]
         command = [CHROMIUM, *options, path.as_uri() + at]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    said = re.search(r'<pre id="said">([^<]*)</pre>', done.stdout)
+        for _ in range(3):  # the browser's own time may end before a picture is encoded, on a busy machine
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+            said = re.search(r'<pre id="said">([^<]*)</pre>', done.stdout)
+            if said is not None:
+                break
     assert said is not None, done.stdout[-2000:]
     return json.loads(unquote(said[1]))
 
