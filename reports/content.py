@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import structs
 
 from nondet.bench.summary import failures, sections
-from nondet.core.records import Role, Run, Status, role_of
+from nondet.core.records import Role, Run, Status
 from nondet.core.traces import Trace, check_traces, read_traces
 from nondet.diagnose.verdict import diagnosed_effect, traced_effect
 from nondet.errors import one_line
@@ -27,12 +27,12 @@ from nondet.reports.probes import probe_blocks, probes_of
 from nondet.reports.samples import Samples, sample_blocks
 from nondet.reports.text import counted, environment_line, environment_rows, findings_text, sentence
 from nondet.reports.traces import Story, story_blocks, story_headline, trace_blocks, trace_headline
-from nondet.sampling.analysis import SampleSummary, coverage_rows, coverage_text, summarize_all
+from nondet.sampling.analysis import coverage_rows, coverage_text, summarize_all
 from nondet.verdict.findings import Effect, Finding, Verdict, plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.gate import judge
 from nondet.verdict.samples import is_replay, is_varied
 from nondet.verdict.served import is_endpoint
-from nondet.verdict.size import Size, size_of_samples
+from nondet.verdict.size import size_of_samples
 from nondet.verdict.wording import phrase, words
 
 STOCK = (Role.STOCK, Role.BACKEND)
@@ -169,13 +169,6 @@ def _gravest(verdicts: Sequence[Verdict]) -> Effect:
     return min(effects, key=lambda effect: effect.rank)
 
 
-def _size_of(run: Run, summaries: Sequence[SampleSummary]) -> Size | None:
-    """How far stock's completions differ, else those of what was sampled."""
-    mine = [s for s in summaries if role_of(s.impl) in STOCK] or summaries
-    plan = run.header.plan
-    return size_of_samples(mine, str(plan.get("dtype")), drawn=bool(plan.get("sampling")))
-
-
 class RunSection:
     """One run file: what it has of each kind of record, gathered where it has any. Raises UserError: its side file is
     missing, malformed or another run's."""
@@ -197,7 +190,7 @@ class RunSection:
         self.story = Story(run) if run.steps else None  # of a diagnosis
         self.probes = probes_of([r for r in run.rows if not is_replay(r)])
         full, brief = headline(run, self.verdicts), headline(run, self.verdicts, brief=True)
-        size = self.endpoint.size if self.endpoint else _size_of(run, summaries)
+        size = self.endpoint.size if self.endpoint else size_of_samples(run, summaries)
         self.headline, answer = (size.beside(full), size.beside(brief, brief=True)) if size else (full, brief)
         self.answer = one_line(answer, 900)  # for a page's head
         # whether it compares a sampler with a trainer, once or over steps of training

@@ -39,13 +39,13 @@ BUDGET = {
     "nondet": 1558,
     "probes": 4908,
     "ranks": 647,
-    "reports": 4603,
+    "reports": 4596,
     "sampling": 5041,
     "services": 2687,
     "sglang": 649,
     "testing": 472,
     "trace": 3497,
-    "verdict": 2133,
+    "verdict": 2138,
     "vllm": 1765,
 }
 _NAME = re.compile(r"(?:nondet|tests)(?:\.\w+)+")

@@ -7,9 +7,10 @@ a dtype's rounding adds up to in a model, or a token that won by much more than 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from nondet.core.records import Role, Run, role_of
 from nondet.sampling.analysis import SampleSummary
 
 # In nats, by the model's dtype: rounding by itself explains neither a lead of the top token nor a change of a logprob
@@ -63,10 +64,14 @@ class Size(NamedTuple):
         return f"{headline}; what differs is {said}" if self.kind == _SMALL else f"{headline}; {said}"
 
 
-def size_of_samples(summaries: Iterable[SampleSummary], dtype: str, *, drawn: bool) -> Size | None:
-    """Of completions of one model; None where nothing differs, tokens are drawn, or there are no logprobs."""
-    apart = [s for s in summaries if s.distinct_traces > 1]
-    if drawn or not apart or not all(s.has_logprobs for s in apart):
+def size_of_samples(run: Run, summaries: Sequence[SampleSummary]) -> Size | None:
+    """Of stock's completions, else of all; None where nothing differs, tokens are drawn, or there are no logprobs."""
+    mine = [s for s in summaries if role_of(s.impl) in (Role.STOCK, Role.BACKEND)] or summaries
+    apart = [s for s in mine if s.distinct_traces > 1]
+    plan, settings, model = run.header.plan, run.header.environment, run.header.plan.get("model")
+    if plan.get("sampling") or not apart or not all(s.has_logprobs for s in apart):
         return None
+    coarse = settings.get("float32_matmul_precision", "highest") != "highest" or settings.get("allow_tf32_matmul")
+    coarse = coarse or (isinstance(model, dict) and "quantization" in model)  # rounds more than its dtype says
     margins = [s.margins.largest if s.margins else None for s in apart if s.first_fork]
-    return Size(max(s.logprob_spread for s in apart), margins, dtype)
+    return Size(max(s.logprob_spread for s in apart), margins, "" if coarse else str(plan.get("dtype")))

@@ -6,11 +6,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from nondet.core.runfile import read_run
 from nondet.reports.content import RunSection
 from nondet.verdict.size import Size
-from tests.build import Command
+from tests.build import Command, sampled
 from tests.faults.models import FUNCTIONS, wrapped
 
 
@@ -29,6 +30,25 @@ from tests.faults.models import FUNCTIONS, wrapped
 def test_what_rounding_does(size: Size, said: str) -> None:
     assert size.text.startswith(said)
     assert size.beside("it differs").startswith("not rounding" if size.is_bug else "it differs; ")
+
+
+@pytest.mark.parametrize(
+    ("plan", "environment", "bug"),
+    [
+        ({}, {}, True),
+        ({}, {"float32_matmul_precision": "high"}, False),
+        ({}, {"allow_tf32_matmul": True}, False),
+        ({"model": {"name": "m", "quantization": "torchao"}}, {}, False),
+    ],
+)
+def test_float32_that_is_rounded_more_is_not_judged_as_float32(
+    tmp_path: Path, plan: dict[str, object], environment: dict[str, object], bug: bool
+) -> None:
+    run = sampled(tmp_path)  # logprobs up to 0.25 nats apart
+    header = run.header
+    plan = {**header.plan, "dtype": "float32", **plan}
+    run.header = replace(header, plan=plan, environment={**header.environment, **environment})
+    assert RunSection(run).answer.startswith("not rounding: ") == bug
 
 
 @pytest.mark.slow
