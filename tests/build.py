@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -435,3 +436,14 @@ NAME = "mine.mod:<b>|`f`\x1b[1m\u202e@user"
 def parts(impl: str, number: int) -> tuple[Sequence[tuple[int, int]], int]:
     """A few completions that part in the middle of all this."""
     return (((3 + number % 4, 1),), 1) if number % 5 == 0 else ((), 0)
+
+
+def with_packages(made: dict[str, ModuleType]) -> dict[str, ModuleType]:
+    """A toy's modules with the packages that hold them, for sys.modules."""
+    for name in list(made):
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            made.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+        if len(parts) > 1:
+            setattr(made[".".join(parts[:-1])], parts[-1], made[name])
+    return made

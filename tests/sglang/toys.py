@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.build import with_packages
+
 VERSION = "0.5.17"
 
 
@@ -315,13 +317,7 @@ def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
             setattr(made[name], member.__name__, member)
     registry: Any = made["sglang.srt.plugins.hook_registry"]
     registry.HookRegistry.hooks, registry.HookRegistry.made = {}, made
-    for name in list(made):
-        parts = name.split(".")
-        for i in range(1, len(parts)):
-            made.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
-        if len(parts) > 1:
-            setattr(made[".".join(parts[:-1])], parts[-1], made[name])
-    return made
+    return with_packages(made)
 
 
 class Log(logging.Handler):

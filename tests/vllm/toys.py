@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.build import with_packages
+
 VERSION = "0.25.1"
 
 
@@ -444,13 +446,7 @@ def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
         vars(made["vllm.v1.attention.backend"])["AttentionBackend"] = AttentionBackend
         module("vllm.v1.kv_cache_layout", KVCacheLayout=KVCacheLayout)
     vars(made["vllm.v1.attention.backends.flash_attn"])["FlashAttentionBackend"] = backend
-    for name in list(made):
-        parts = name.split(".")
-        for i in range(1, len(parts)):
-            made.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
-        if len(parts) > 1:
-            setattr(made[".".join(parts[:-1])], parts[-1], made[name])
-    return made
+    return with_packages(made)
 
 
 LOG: list[str] = []
